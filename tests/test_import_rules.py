@@ -122,21 +122,21 @@ def resolve(name: str) -> str:
 
 
 def imports_of(module: str) -> list[Import]:
-    found = []
+    imports = []
     for name, source, line, is_relative in imported_names(module):
         top, _, rest = name.partition(".")
         inside = top == PACKAGE
         source = source.partition(".")[2] if inside else source
         target = resolve(rest) if inside else name
         last = name.rpartition(".")[2]
-        found.append(Import(module, target, line, inside, source, last, is_relative))
-    return found
+        imports.append(Import(module, target, line, inside, source, last, is_relative))
+    return imports
 
 
 HOUSE = [module for module in MODULES if module]  # the package's own __init__.py stands outside
-IMPORTS = [found for module in HOUSE for found in imports_of(module)]
-INSIDE = [found for found in IMPORTS if found.inside]
-OUTER = [found for found in IMPORTS if not found.inside]
+IMPORTS = [imported for module in HOUSE for imported in imports_of(module)]
+INSIDE = [imported for imported in IMPORTS if imported.inside]
+OUTER = [imported for imported in IMPORTS if not imported.inside]
 
 
 def part(module: str) -> str:
@@ -152,8 +152,8 @@ def within(module: str, places: tuple[str, ...]) -> bool:
     return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
-def offenders(found: list[Import]) -> str:
-    return "\n".join(map(str, found))
+def offenders(imports: list[Import]) -> str:
+    return "\n".join(map(str, imports))
 
 
 def test_every_module_is_on_a_floor():
@@ -188,31 +188,31 @@ def test_few_modules_are_small_and_have_one_user():
 
 
 def test_nothing_imports_the_package_root():
-    found = [imported for imported in INSIDE if imported.target == ""]
-    assert not found, offenders(found)
+    forbidden = [imported for imported in INSIDE if imported.target == ""]
+    assert not forbidden, offenders(forbidden)
 
 
 def test_imports_go_down_or_stay_on_their_floor():
-    found = [
+    forbidden = [
         imported
         for imported in INSIDE
         if imported.target and FLOOR_OF[part(imported.target)] > FLOOR_OF[part(imported.module)]
     ]
-    assert not found, offenders(found)
+    assert not forbidden, offenders(forbidden)
 
 
 def test_imports_across_rooms_come_from_a_face_and_those_within_one_are_relative():
-    found = [
+    forbidden = [
         imported
         for imported in INSIDE
         if imported.is_relative is not (part(imported.module) == part(imported.source))
         or (not imported.is_relative and "." in imported.source)
     ]
-    assert not found, offenders(found)
+    assert not forbidden, offenders(forbidden)
 
 
 def test_faces_offer_what_exists():
-    """Of a lazy name nothing is known before it is asked for."""
+    """Nothing is known of a lazy name before it is asked for."""
     names = [
         (imported.source, imported.name)
         for imported in INSIDE
@@ -226,7 +226,7 @@ def test_faces_offer_what_exists():
 
 
 def test_names_are_used_once():
-    """Of modules (but the commands of `cli`) and of public classes."""
+    """Names of modules (but the commands of `cli`) and of public classes."""
     modules = Counter(
         module.rpartition(".")[2]
         for module in HOUSE
@@ -253,42 +253,42 @@ def test_no_circles():
 
 
 def test_jax_is_imported_only_where_arrays_and_shardings_are_handled():
-    found = [
+    forbidden = [
         imported
         for imported in OUTER
         if part(imported.target) in {"jax", "jaxlib"}
         and not within(imported.module, MAY_IMPORT_JAX)
     ]
-    assert not found, offenders(found)
+    assert not forbidden, offenders(forbidden)
 
 
 def test_orbax_is_imported_only_by_adapters():
-    found = [
+    forbidden = [
         imported
         for imported in OUTER
         if part(imported.target) == "orbax" and not within(imported.module, MAY_IMPORT_ORBAX)
     ]
-    assert not found, offenders(found)
+    assert not forbidden, offenders(forbidden)
 
 
 def test_private_orbax_is_imported_by_one_module():
-    found = [
+    forbidden = [
         imported
         for imported in OUTER
         if part(imported.target) == "orbax"
         and any(name.startswith("_") for name in imported.target.split("."))
         and not within(imported.module, MAY_IMPORT_PRIVATE_ORBAX)
     ]
-    assert not found, offenders(found)
+    assert not forbidden, offenders(forbidden)
 
 
 def test_only_declared_libraries_are_imported():
-    found = [
+    forbidden = [
         imported
         for imported in OUTER
         if part(imported.target) not in OUTSIDE | {"jax", "jaxlib", "orbax"}
     ]
-    assert not found, offenders(found)
+    assert not forbidden, offenders(forbidden)
 
 
 def test_package_root_imports_nothing_of_the_house_at_run_time():

@@ -41,8 +41,8 @@ def run(tmp_path: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
 
 def row(output: str, name: str) -> list[str]:
     """The columns of a line that begins with `name`."""
-    (found,) = (line for line in output.splitlines() if line.startswith(f"{name}  "))
-    return re.split(r"\s{2,}", found.removeprefix(name).strip())
+    (match,) = (line for line in output.splitlines() if line.startswith(f"{name}  "))
+    return re.split(r"\s{2,}", match.removeprefix(name).strip())
 
 
 def check(result: subprocess.CompletedProcess[str], tensors: int, total_bytes: int) -> None:
@@ -57,12 +57,12 @@ def check(result: subprocess.CompletedProcess[str], tensors: int, total_bytes: i
 
 def test_without_a_path_it_makes_a_checkpoint_of_several_files(tmp_path):
     result = run(tmp_path)
-    made = re.search(r"made (\d+) tensors, ([\d,]+) bytes, in (\d+) files", result.stdout)
-    assert made is not None, result.stdout + result.stderr
-    total = int(made[2].replace(",", ""))
+    match = re.search(r"made (\d+) tensors, ([\d,]+) bytes, in (\d+) files", result.stdout)
+    assert match is not None, result.stdout + result.stderr
+    total = int(match[2].replace(",", ""))
     assert 150e6 < total < 250e6
-    assert int(made[3]) > 1
-    check(result, int(made[1]), total)
+    assert int(match[3]) > 1
+    check(result, int(match[1]), total)
     size = "2,097,152"
     query = row(result.stdout, "model.layers.1.self_attn.q_proj.weight")
     assert query == ["[1024, 1024]", "(fsdp, tensor)", size, size]

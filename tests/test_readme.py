@@ -114,16 +114,16 @@ def test_links_lead_somewhere(page):
         if "://" in target:
             continue
         file, _, heading = target.partition("#")
-        found = (page.parent / file).resolve() if file else page
-        assert found.exists(), target
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), target
         if heading:
-            assert heading in headings(TEXTS[found]), target
+            assert heading in headings(TEXTS[linked]), target
 
 
 def headings(text: str) -> set[str]:
     """Headings as links name them."""
-    found = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in found}
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_every_page_is_reached_from_the_readme():

@@ -96,11 +96,11 @@ class Published:
 @pytest.fixture(scope="module")
 def publish(torch, transformers, tmp_path_factory):
     """Makes each family once."""
-    made: dict[str, Published] = {}
+    models: dict[str, Published] = {}
 
     def make(family: str) -> Published:
-        if family in made:
-            return made[family]
+        if family in models:
+            return models[family]
         architecture, dtype, more = FAMILIES[family]
         config = transformers.AutoConfig.for_model(
             family, **SIZES, **more, tie_word_embeddings=family in TIED
@@ -115,8 +115,8 @@ def publish(torch, transformers, tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         model.save_pretrained(folder, max_shard_size=FILE_BYTES)
         assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
-        made[family] = Published(family, folder, model, read(folder))
-        return made[family]
+        models[family] = Published(family, folder, model, read(folder))
+        return models[family]
 
     return make
 
@@ -133,18 +133,18 @@ def check(torch, transformers):
     def run(folder: Path, expected: Published) -> None:
         copy_config(expected.folder, folder)
         assert_same_tensors(read(folder), expected.tensors)
-        found, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True
         )
         assert not any(report.values()), report
-        assert type(found) is type(expected.model)
-        assert found.dtype == expected.model.dtype
+        assert type(model) is type(expected.model)
+        assert model.dtype == expected.model.dtype
         tokens = torch.arange(24).reshape(2, 12) * 3 + 3
         with torch.no_grad():
-            logits, wanted = found(tokens).logits, expected.model(tokens).logits
-        assert torch.isfinite(wanted).all()
-        assert wanted.std() > 0.01
-        assert torch.equal(logits, wanted)
+            logits, expected_logits = model(tokens).logits, expected.model(tokens).logits
+        assert torch.isfinite(expected_logits).all()
+        assert expected_logits.std() > 0.01
+        assert torch.equal(logits, expected_logits)
 
     return run
 
@@ -174,12 +174,12 @@ def read(folder: Path) -> dict[str, Any]:
     return tensors
 
 
-def assert_same_tensors(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same_tensors(tensors: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert bits(found[name]) == bits(tensor), name
+        assert tensors[name].dtype == tensor.dtype
+        assert tensors[name].shape == tensor.shape
+        assert bits(tensors[name]) == bits(tensor), name
 
 
 def bits(tensor: Any) -> bytes:
@@ -380,5 +380,5 @@ def test_converted_for_maxtext_and_restored_by_orbax(tmp_path, publish):
     mapping = osl.families.mapping(folder, target="maxtext")
     osl.convert(folder, tmp_path / "model", mapping=mapping, mesh={"fsdp": 4})
     expected = osl.load(folder, mapping.abstract(folder), mapping=mapping)
-    found = restore_standard(tmp_path / "model", expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    restored = restore_standard(tmp_path / "model", expected)
+    jax.tree.map(np.testing.assert_array_equal, restored, expected)

@@ -57,7 +57,7 @@ def without_trainers(monkeypatch):
 def model_config(module, name, config):
     """The configuration of Tunix's model for one of Hugging Face's."""
     gemma, heads = name.startswith("gemma"), config["num_attention_heads"]
-    facts = {
+    fields = {
         "num_layers": config["num_hidden_layers"],
         "num_embed" if gemma else "vocab_size": config["vocab_size"],
         "embed_dim": config["hidden_size"],
@@ -67,14 +67,14 @@ def model_config(module, name, config):
         "num_kv_heads": config["num_key_value_heads"],
     }
     if not gemma:
-        facts |= {"rope_theta": 1_000_000, "norm_eps": config["rms_norm_eps"]}
+        fields |= {"rope_theta": 1_000_000, "norm_eps": config["rms_norm_eps"]}
     if name == "qwen2":
-        facts["use_tied_embedding"] = True
+        fields["use_tied_embedding"] = True
     if name == "qwen3_moe":
-        facts |= {"num_experts": 5, "num_experts_per_tok": 2}
+        fields |= {"num_experts": 5, "num_experts_per_tok": 2}
     if name == "gemma2":
         kinds = module.AttentionType
-        facts |= {
+        fields |= {
             "final_logit_softcap": config["final_logit_softcapping"],
             "attn_logits_soft_cap": config["attn_logit_softcapping"],
             "use_post_attn_norm": True,
@@ -83,12 +83,12 @@ def model_config(module, name, config):
             "sliding_window_size": config["sliding_window"],
         }
     if name.startswith("gemma3"):
-        facts |= {
+        fields |= {
             "sliding_window_size": config["sliding_window"],
             "global_base_frequency": 1_000_000,
             "param_dtype": jnp.float32,
         }
-    return module.ModelConfig(**facts)
+    return module.ModelConfig(**fields)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,5 +110,5 @@ def test_logits_of_the_real_model(tmp_path, name):
         model = nnx.merge(graph, osl.load(folder, abstract, mapping=mapping))
         positions = jnp.broadcast_to(jnp.arange(11), (2, 11))
         mask = jnp.broadcast_to(jnp.tri(11, dtype=bool), (2, 11, 11))
-        found, _ = model(jnp.asarray(tokens, jnp.int32), positions, None, mask)
-    np.testing.assert_allclose(np.asarray(found), expected, rtol=3e-4, atol=3e-4)
+        logits, _ = model(jnp.asarray(tokens, jnp.int32), positions, None, mask)
+    np.testing.assert_allclose(np.asarray(logits), expected, rtol=3e-4, atol=3e-4)

@@ -82,7 +82,7 @@ def test_restore_args_of_construct_restore_args(folder, checkpointer):
 
 
 def test_restore_args_override_the_item(folder, checkpointer):
-    one = SingleDeviceSharding(jax.devices()[3])
+    sharding = SingleDeviceSharding(jax.devices()[3])
     leaf = jax.ShapeDtypeStruct((64,), ml_dtypes.bfloat16, sharding=sharding_of(NORM))
 
     def restored(args, item=leaf):
@@ -93,15 +93,15 @@ def test_restore_args_override_the_item(folder, checkpointer):
     cast = restored(ocp.RestoreArgs(dtype=np.float32))
     assert (cast.dtype, cast.sharding) == (np.float32, sharding_of(NORM))
     assert_same_bits(cast, TENSORS[NORM].astype(np.float32))
-    moved = restored(ocp.ArrayRestoreArgs(sharding=one))
-    assert (moved.dtype, moved.sharding) == (leaf.dtype, one)
+    moved = restored(ocp.ArrayRestoreArgs(sharding=sharding))
+    assert (moved.dtype, moved.sharding) == (leaf.dtype, sharding)
     mesh = sharding_of(NORM).mesh
     meshed = restored(ocp.ArrayRestoreArgs(mesh=mesh, mesh_axes=PartitionSpec("tensor")))
     assert meshed.sharding == NamedSharding(mesh, PartitionSpec("tensor"))
     assert isinstance(restored(ocp.RestoreArgs(restore_type=np.ndarray)), np.ndarray)
-    dummy = restored(ocp.ArrayRestoreArgs(sharding=one, dtype=np.float32), item=0)
-    assert (dummy.shape, dummy.dtype, dummy.sharding) == ((64,), np.float32, one)
-    assert restored(ocp.ArrayRestoreArgs(sharding=one), item=...) is ...
+    dummy = restored(ocp.ArrayRestoreArgs(sharding=sharding, dtype=np.float32), item=0)
+    assert (dummy.shape, dummy.dtype, dummy.sharding) == ((64,), np.float32, sharding)
+    assert restored(ocp.ArrayRestoreArgs(sharding=sharding), item=...) is ...
 
 
 def test_global_shape_of_restore_args_must_be_the_files(folder, checkpointer):
@@ -121,15 +121,15 @@ def test_restore_args_for_leaves_that_the_item_lacks(folder, checkpointer):
 
 
 def test_fallback_sharding_places_what_names_none(folder, checkpointer):
-    one = SingleDeviceSharding(jax.devices()[3])
+    sharding = SingleDeviceSharding(jax.devices()[3])
     abstract = {
         name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for name, tensor in TENSORS.items()
     }
     restored = checkpointer.restore(folder, args=ocp.args.StandardRestore(abstract))
     assert all(array.is_fully_replicated for array in restored.values())
-    args = ocp.args.StandardRestore(abstract, fallback_sharding=one)
+    args = ocp.args.StandardRestore(abstract, fallback_sharding=sharding)
     restored = checkpointer.restore(folder, args=args)
-    assert all(array.sharding == one for array in restored.values())
+    assert all(array.sharding == sharding for array in restored.values())
 
 
 def test_tensors_that_the_tree_does_not_name_are_an_error(folder, checkpointer):

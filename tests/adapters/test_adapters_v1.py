@@ -191,14 +191,14 @@ def test_x64_of_the_caller_reaches_the_reading_thread(layout, tmp_path):
 @pytest.fixture
 def storage_reads():
     """Numbers of requests, as each load reports them to `jax.monitoring`."""
-    found = []
+    reads = []
 
     def listen(event, value, **_):
         if event == "/jax/orbax/read/safetensors/storage_reads":
-            found.append(value)
+            reads.append(value)
 
     jax.monitoring.register_scalar_listener(listen)
-    yield found
+    yield reads
     jax.monitoring.clear_event_listeners()
 
 
@@ -323,8 +323,8 @@ def test_handler_serves_published_weights_without_any_record(tmp_path, folder, r
         (step / "orbax.checkpoint").touch()
     with osl.context("pretrained"):
         check_host(ocp.load_checkpointables(step, {"pretrained": None})["pretrained"])
-        wanted = {"pretrained": sharded_abstract()}
-        check_sharded(ocp.load_checkpointables(step, wanted)["pretrained"])
+        abstract = {"pretrained": sharded_abstract()}
+        check_sharded(ocp.load_checkpointables(step, abstract)["pretrained"])
 
 
 def test_handler_follows_partial_load(tmp_path, folder):

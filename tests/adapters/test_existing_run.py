@@ -124,7 +124,7 @@ def test_restore_args_on_a_step_of_orbax(tmp_path):
 
 
 def items_of(state, metadata):
-    """What `SafetensorsRestore` takes for the leaves of a state."""
+    """Return what `SafetensorsRestore` takes for the leaves of a state."""
     unplaced = jax.ShapeDtypeStruct((8, 8), np.float32)
     return {
         "concrete": state,
@@ -180,7 +180,7 @@ def test_named_items_beside_a_json_item(tmp_path, change):
             state=ocp.args.StandardSave(state(step)), config=ocp.args.JsonSave({"lr": step})
         )
 
-    wanted = ocp.args.Composite(
+    args = ocp.args.Composite(
         state=ocp.args.StandardRestore(abstract_of(state())), config=ocp.args.JsonRestore()
     )
     with ocp.CheckpointManager(tmp_path, item_names=("state", "config")) as manager:
@@ -188,11 +188,11 @@ def test_named_items_beside_a_json_item(tmp_path, change):
     with ocp.CheckpointManager(tmp_path, **NAMED[change]()) as manager:
         assert manager.latest_step() == 0
         assert set(manager.item_metadata(0).state.tree) == {*state()}
-        same(manager.restore(0, args=wanted).state, state(0))
+        same(manager.restore(0, args=args).state, state(0))
         manager.save(1, args=items(1))
         manager.wait_until_finished()
         for step in (0, 1):
-            restored = manager.restore(step, args=wanted)
+            restored = manager.restore(step, args=args)
             same(restored.state, state(step))
             assert restored.config == {"lr": step}
             same(manager.restore(step, args=ocp.args.Composite(state=None)).state, state(step))
@@ -224,13 +224,13 @@ def test_without_the_registry_orbax_says_what_the_steps_need(tmp_path):
     with ocp.CheckpointManager(tmp_path, **CHANGES["registry"]()) as manager:
         manager.save(0, args=ocp.args.StandardSave({"w": VALUES}))
     told = r"safetensors files.*handler_registry=osl\.handler_registry.*osl\.convert"
-    wanted = {"w": VALUES}
+    target = {"w": VALUES}
     for args in (
-        ocp.args.StandardRestore(wanted),
+        ocp.args.StandardRestore(target),
         ocp.args.StandardRestore(),
-        ocp.args.PyTreeRestore(wanted),
+        ocp.args.PyTreeRestore(target),
         ocp.args.PyTreeRestore(
-            wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
+            target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
         ),
         ocp.args.PyTreeRestore({"w": VALUES}, partial_restore=True),
     ):
@@ -246,7 +246,7 @@ def test_without_the_registry_orbax_says_what_the_steps_need(tmp_path):
 
 @pytest.mark.parametrize("save", [ocp.args.StandardSave, ocp.args.PyTreeSave])
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_registered_item_that_can_not_be_used_is_an_error(tmp_path, save, asynchronous):
+def test_a_registered_item_that_cannot_be_used_is_an_error(tmp_path, save, asynchronous):
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=asynchronous)
 
     def manager_of(name, *more):
@@ -324,7 +324,7 @@ def test_a_run_of_v1_goes_on(tmp_path, change, use_ocdbt):
     w = place(VALUES, P("y", "x"))
     placed = w.sharding
     tree = {"w": w, "step": 3}
-    wanted = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=placed), "step": 0}
+    abstract = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=placed), "step": 0}
     orbaxs = ocp_v1.Context()
     orbaxs.array.saving.use_ocdbt = use_ocdbt
     with ocp_v1.training.Checkpointer(tmp_path, context=orbaxs) as training:
@@ -332,10 +332,10 @@ def test_a_run_of_v1_goes_on(tmp_path, change, use_ocdbt):
     for context in (change(), ocp_v1.Context(change())):
         with ocp_v1.training.Checkpointer(tmp_path, context=context) as training:
             assert training.latest.step == 0
-            for found in (training.load(0), training.load(), training.load(0, wanted)):
-                assert_same_bits(found["w"], VALUES)
-                assert found["w"].sharding == placed
-                assert found["step"] == 3
+            for loaded in (training.load(0), training.load(), training.load(0, abstract)):
+                assert_same_bits(loaded["w"], VALUES)
+                assert loaded["w"].sharding == placed
+                assert loaded["step"] == 3
             assert training.metadata(0).metadata["w"].shape == (8, 8)
         with context:
             assert_same_bits(ocp_v1.load_checkpointables(tmp_path / "0")["state"]["w"], VALUES)
@@ -348,12 +348,12 @@ def test_a_run_of_v1_goes_on(tmp_path, change, use_ocdbt):
 
 @pytest.mark.parametrize("use_ocdbt", [True, False], ids=["ocdbt", "files"])
 def test_two_processes(tmp_path, use_ocdbt):
-    found = run_processes(
+    results = run_processes(
         "existing_run_two_processes.py",
         processes=2,
         devices=2,
         root=str(tmp_path),
         use_ocdbt=use_ocdbt,
     )
-    assert found == [[True] * 4] * 2
+    assert results == [[True] * 4] * 2
     assert_same_bits(opened(tmp_path / "3" / "default")["w"], VALUES + 3)

@@ -34,19 +34,19 @@ def expected(tensors):
 TREE = {"kernels": np.zeros((2, 4, 3))}
 
 
-def check(found, tensors):
-    assert set(found) == {"kernels"}
-    assert_same_bits(np.asarray(found["kernels"]), expected(tensors))
+def check(tree, tensors):
+    assert set(tree) == {"kernels"}
+    assert_same_bits(np.asarray(tree["kernels"]), expected(tensors))
 
 
 def test_v0(tmp_path, path, tensors, mapping):
     plain = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
-    found = plain.restore(path, args=osl.SafetensorsRestore(TREE, mapping=mapping))
-    check(found, tensors)
+    restored = plain.restore(path, args=osl.SafetensorsRestore(TREE, mapping=mapping))
+    check(restored, tensors)
     check(plain.restore(path, args=osl.SafetensorsRestore(mapping=mapping)), tensors)
     with osl.using(mapping=mapping):
         check(plain.restore(path, args=ocp.args.StandardRestore(TREE)), tensors)
-    plain.save(tmp_path / "out", args=osl.SafetensorsSave(found, mapping=mapping))
+    plain.save(tmp_path / "out", args=osl.SafetensorsSave(restored, mapping=mapping))
     saved = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert set(saved) == set(tensors)
     for name, value in tensors.items():
@@ -89,12 +89,12 @@ def test_a_manager(tmp_path, tensors, mapping):
 
 def test_v1(tmp_path, path, tensors, mapping):
     with installed_context(), osl.using(mapping=mapping):
-        found = ocp_v1.load(path, TREE)
-        check(found, tensors)
+        loaded = ocp_v1.load(path, TREE)
+        check(loaded, tensors)
         assert ocp_v1.metadata(path).metadata["kernels"].shape == (2, 4, 3)
-        ocp_v1.save(tmp_path / "layout", found)
+        ocp_v1.save(tmp_path / "layout", loaded)
     with osl.context("state"), osl.using(mapping=mapping):
-        ocp_v1.save(tmp_path / "handler", found)
+        ocp_v1.save(tmp_path / "handler", loaded)
         check(ocp_v1.load(tmp_path / "handler", TREE), tensors)
     for name in ("layout", "handler"):
         folder = next((tmp_path / name).rglob("model.safetensors"))

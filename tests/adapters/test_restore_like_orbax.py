@@ -53,28 +53,28 @@ def random_item(state, random):
         if not isinstance(leaf, jax.Array):
             return leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            made = [leaf, ocp.utils.to_shape_dtype_struct(leaf)]
-            return made[random.integers(len(made))]
+            targets = [leaf, ocp.utils.to_shape_dtype_struct(leaf)]
+            return targets[random.integers(len(targets))]
         moved = NamedSharding(mesh_of(x=4, y=2), SPECS[random.integers(len(SPECS))])
-        made = [
+        targets = [
             leaf,
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=moved),
             jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=moved),
         ]
-        return made[random.integers(len(made))]
+        return targets[random.integers(len(targets))]
 
     def host(leaf):
         if not isinstance(leaf, np.ndarray):
             return leaf
-        made = [
+        targets = [
             leaf,
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=EVERYWHERE),
             np.zeros(leaf.shape, np.float32),
         ]
-        return made[random.integers(len(made))]
+        return targets[random.integers(len(targets))]
 
     return jax.tree.map(lambda leaf: host(template(leaf)), state)
 
@@ -125,9 +125,9 @@ def compare(folder, seed: int) -> int:
             expected = orbaxs[type(args)].restore(folder / "orbaxs", args=args)
         except (ValueError, TypeError):
             continue
-        found = ours.restore(folder / "ours", args=args)
+        restored = ours.restore(folder / "ours", args=args)
         try:
-            same(found, expected)
+            same(restored, expected)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, {name}: {state}, {item}") from error
         compared += 1
@@ -175,11 +175,11 @@ def test_plain_restore_args_with_a_dtype(tmp_path):
 
 
 def test_an_array_that_names_no_sharding_comes_back_as_saved(tmp_path):
-    """The fallback is for what can not be where it was, here: in no checkpoint of ours."""
-    one = SingleDeviceSharding(jax.devices()[3])
+    """The fallback is for what cannot be where it was, here: in no checkpoint of ours."""
+    sharding = SingleDeviceSharding(jax.devices()[3])
     state = {"w": place(np.ones((8, 8), np.float32), P("x", "y")), "host": np.arange(3.0)}
     item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    same(restored(tmp_path, state, Standard(item, fallback_sharding=one)), state)
+    same(restored(tmp_path, state, Standard(item, fallback_sharding=sharding)), state)
 
 
 def test_an_array_instead_of_a_number(tmp_path):

@@ -1,4 +1,4 @@
-"""What one API of Orbax saved, the other restores; and both leave the same files."""
+"""Each API of Orbax restores what the other saved; and both leave the same files."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ def test_v0_restores_what_v1_saved(tmp_path, route):
     with route():
         ocp.save(tmp_path / "0", tree)
     same(restore_v0(tmp_path, "state", tree), tree)
-    with ocp0.CheckpointManager(tmp_path, handler_registry=osl.handler_registry("state")) as found:
-        metadata = found.item_metadata(0)["state"]
+    with ocp0.CheckpointManager(
+        tmp_path, handler_registry=osl.handler_registry("state")
+    ) as manager:
+        metadata = manager.item_metadata(0)["state"]
         assert metadata["params"]["params"]["kernel"].shape == (8, 4)
     item = ocp0.Checkpointer(osl.SafetensorsCheckpointHandler()).restore(tmp_path / "0" / "state")
     same(item["params"], tree.params)
@@ -81,8 +83,10 @@ def test_a_v1_training_checkpointer_goes_on_with_steps_of_v0(tmp_path):
         same(training.load(), everything())
         training.save(1, {"a": np.arange(3)})
         same(training.load(), {"a": np.arange(3)})
-    with ocp0.CheckpointManager(tmp_path, handler_registry=osl.handler_registry("state")) as found:
-        assert found.all_steps() == [0, 1]
+    with ocp0.CheckpointManager(
+        tmp_path, handler_registry=osl.handler_registry("state")
+    ) as manager:
+        assert manager.all_steps() == [0, 1]
 
 
 def test_both_leave_the_same_item(tmp_path):
@@ -104,6 +108,6 @@ def test_the_builtin_layout_loads_plain_tensors(tmp_path):
     tree = {"a.b": np.arange(12.0, dtype=np.float32).reshape(3, 4), "c": np.arange(3)}
     step = save_v0(tmp_path, tree)
     with layout_context():
-        found = ocp.load(step / "default", checkpointable_name=None)
+        loaded = ocp.load(step / "default", checkpointable_name=None)
     for name, value in tree.items():
-        assert_same_bits(found[name], value)
+        assert_same_bits(loaded[name], value)

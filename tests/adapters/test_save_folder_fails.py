@@ -1,4 +1,4 @@
-"""Orbax can not make a folder of a step: all processes fail at once, with the cause."""
+"""Orbax cannot make a folder of a step: all processes fail at once, with the cause."""
 
 import pytest
 from programs import run_processes
@@ -6,15 +6,15 @@ from programs import run_processes
 
 @pytest.mark.parametrize("items", [["state"], ["more", "state"]])
 def test_the_folder_of_an_item(tmp_path, items):
-    found = run_processes(
+    results = run_processes(
         "save_folder_fails.py", processes=2, devices=1, root=str(tmp_path), items=items
     )
-    for one in found:
-        assert "Input/output error" in one["error"]
-        assert one["seconds"] < 60
-        assert one["steps"] == [0]
-        assert one["after"] == [0, 2]
-    assert found[1]["error"].startswith("PeerError: process 0 failed while making the folder")
+    for result in results:
+        assert "Input/output error" in result["error"]
+        assert result["seconds"] < 60
+        assert result["steps"] == [0]
+        assert result["after"] == [0, 2]
+    assert results[1]["error"].startswith("PeerError: process 0 failed while making the folder")
 
 
 def test_every_way_to_save_fails_at_once(tmp_path):

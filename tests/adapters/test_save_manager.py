@@ -253,7 +253,7 @@ def test_a_direct_load_of_a_step(tmp_path):
 
 
 def test_a_save_that_was_given_up_does_not_mix_with_the_next(tmp_path, is_async):
-    """One item of a step can not be saved; the thread of the other goes on for a while."""
+    """One item of a step cannot be saved; the thread of the other goes on for a while."""
     gate = Gate()
     threading.Timer(0.5, gate.open).start()
     first = osl.WriteOptions(max_file_bytes=1, concurrency=1, progress=gate.options.progress)

@@ -99,10 +99,10 @@ def test_safetensors_reads_what_was_saved(tmp_path, checkpointer):
     tree = {"a": {"b": place(VALUES, P("x", "y"))}, "c": np.arange(3)}
     checkpointer.save(tmp_path / "step", tree)  # positional, as before there were args
     finish(checkpointer)
-    found = opened(tmp_path / "step")
-    assert found.keys() == {"a.b", "c"}
-    assert_same_bits(found["a.b"], VALUES)
-    assert_same_bits(found["c"], np.arange(3))
+    stored = opened(tmp_path / "step")
+    assert stored.keys() == {"a.b", "c"}
+    assert_same_bits(stored["a.b"], VALUES)
+    assert_same_bits(stored["c"], np.arange(3))
 
 
 def test_an_empty_tree_is_an_error(tmp_path, checkpointer):
@@ -112,7 +112,7 @@ def test_an_empty_tree_is_an_error(tmp_path, checkpointer):
     checkpointer.save(tmp_path / "step", args=ocp.args.StandardSave({"a": 1}))
 
 
-def test_leaves_that_can_not_be_saved_are_named(tmp_path, checkpointer):
+def test_leaves_that_cannot_be_saved_are_named(tmp_path, checkpointer):
     with pytest.raises(osl.UnsupportedDtypeError, match=r"'a\.b'"):
         checkpointer.save(tmp_path / "step", args=ocp.args.PyTreeSave({"a": {"b": object()}}))
 
@@ -129,10 +129,10 @@ def test_dtypes_of_save_args(tmp_path, checkpointer):
     save_args = {"half": half, "same": None, "count": half, "value": half, "key": half}
     checkpointer.save(tmp_path / "step", args=ocp.args.PyTreeSave(tree, save_args=save_args))
     finish(checkpointer)
-    found = opened(tmp_path / "step")
-    assert_same_bits(found["half"], VALUES.astype(ml_dtypes.bfloat16))
-    assert_same_bits(found["same"], VALUES)
-    assert_same_bits(found["count"], np.arange(4).astype(ml_dtypes.bfloat16))
+    stored = opened(tmp_path / "step")
+    assert_same_bits(stored["half"], VALUES.astype(ml_dtypes.bfloat16))
+    assert_same_bits(stored["same"], VALUES)
+    assert_same_bits(stored["count"], np.arange(4).astype(ml_dtypes.bfloat16))
     restored = checkpointer.restore(tmp_path / "step")
     assert restored["half"].dtype == ml_dtypes.bfloat16
     assert restored["value"] == 0.1
@@ -146,8 +146,8 @@ def test_dtype_of_a_leaf_goes_before_that_of_the_options(tmp_path):
     tree = {"a": VALUES, "b": VALUES}
     save_args = {"a": ocp.SaveArgs(dtype=np.float32), "b": ocp.SaveArgs()}
     ocp.Checkpointer(handler).save(tmp_path / "step", args=osl.SafetensorsSave(tree, save_args))
-    found = opened(tmp_path / "step")
-    assert (found["a"].dtype, found["b"].dtype) == (np.float32, ml_dtypes.bfloat16)
+    stored = opened(tmp_path / "step")
+    assert (stored["a"].dtype, stored["b"].dtype) == (np.float32, ml_dtypes.bfloat16)
 
 
 def test_save_args_of_another_structure(tmp_path, checkpointer):
@@ -248,9 +248,9 @@ def test_what_was_saved_is_what_was_there_when_save_returned(tmp_path, how):
         gate.open()
         checkpointer.wait_until_finished()
     del kept
-    found = opened(tmp_path / "step")
+    stored = opened(tmp_path / "step")
     for number, name in enumerate("abcd"):
-        assert_same_bits(found[name], VALUES + number)
+        assert_same_bits(stored[name], VALUES + number)
 
 
 def test_saving_and_restoring_inside_a_running_event_loop(tmp_path, checkpointer):

@@ -95,9 +95,9 @@ def test_a_bare_array(tmp_path, route):
 def test_safetensors_reads_what_was_saved(tmp_path, route):
     with route():
         ocp.save(tmp_path / "a", {"b": {"c": place(VALUES, P("x", "y"))}})
-    found = opened(tmp_path / "a" / "state")
-    assert found.keys() == {"b.c"}
-    assert_same_bits(found["b.c"], VALUES)
+    stored = opened(tmp_path / "a" / "state")
+    assert stored.keys() == {"b.c"}
+    assert_same_bits(stored["b.c"], VALUES)
 
 
 def test_overwrite(tmp_path, route):
@@ -121,8 +121,8 @@ def test_several_checkpointables(tmp_path, route):
     with route():
         ocp.save_checkpointables(tmp_path / "a", trees)
         same(ocp.load_checkpointables(tmp_path / "a"), trees)
-        found = ocp.load_checkpointables(tmp_path / "a", {"opt": None, "params": state()})
-        same(found, {"opt": {"count": 3}, "params": state(1)})
+        loaded = ocp.load_checkpointables(tmp_path / "a", {"opt": None, "params": state()})
+        same(loaded, {"opt": {"count": 3}, "params": state(1)})
         metadata = ocp.checkpointables_metadata(tmp_path / "a")
         assert metadata.metadata["opt"] == {"count": int}
     assert opened(tmp_path / "a" / "other").keys() == {"a"}
@@ -141,9 +141,9 @@ def test_metadata(tmp_path, route):
         assert (leaf.shape, leaf.dtype) == ((8, 2), tree["int4"].dtype)
         assert metadata.metadata["scalars"]["text"] is str
         assert metadata.metadata["keys"].dtype == tree["keys"].dtype
-        found = ocp.load(tmp_path / "a", metadata)
+        loaded = ocp.load(tmp_path / "a", metadata)
     tree["host"] = [np.asarray(value) for value in tree["host"]]
-    same(found, tree)
+    same(loaded, tree)
 
 
 def test_save_async_then_the_arrays_go(tmp_path, route):
@@ -324,7 +324,7 @@ def test_partial_saves_are_refused_in_that_layout_alone(tmp_path, installed):
 
 @dataclasses.dataclass
 class Counter:
-    """What brings its own way to be saved, as a data set's iterator does."""
+    """Brings its own way to be saved, as a data set's iterator does."""
 
     count: int = 0
 
@@ -345,9 +345,9 @@ def test_what_saves_itself_keeps_that(tmp_path, route):
     with route():
         ocp.save_checkpointables(tmp_path / "a", {"state": state(), "data": Counter(5)})
         counter = Counter()
-        found = ocp.load_checkpointables(tmp_path / "a", {"data": counter, "state": None})
-        assert list(found) == ["data", "state"]
-        same(found["state"], state())
+        loaded = ocp.load_checkpointables(tmp_path / "a", {"data": counter, "state": None})
+        assert list(loaded) == ["data", "state"]
+        same(loaded["state"], state())
         assert counter.count == 5
 
 
@@ -355,8 +355,8 @@ def test_what_saves_itself_in_a_training_step(tmp_path, route):
     with ocp.training.Checkpointer(tmp_path, context=route()) as training:
         training.save_checkpointables(0, {"state": state(), "data": Counter(5)})
         counter = Counter()
-        found = training.load_checkpointables(0, {"state": state(), "data": counter})
-        same(found["state"], state())
+        loaded = training.load_checkpointables(0, {"state": state(), "data": counter})
+        same(loaded["state"], state())
         assert counter.count == 5
 
 
@@ -394,7 +394,7 @@ def test_what_a_handler_was_registered_for_keeps_it(tmp_path, installed):
         same(ocp.load_checkpointables(tmp_path / "a"), trees)
 
 
-def test_leaves_that_can_not_be_saved_never_go_to_orbaxs_format(tmp_path, installed):
+def test_leaves_that_cannot_be_saved_never_go_to_orbaxs_format(tmp_path, installed):
     training = ocp.training.Checkpointer(tmp_path, context=layout_context())
     with pytest.raises(osl.UnsupportedDtypeError, match="bytes"):
         training.save(0, {"a": b"bytes"})
@@ -639,9 +639,9 @@ def test_storage_dtypes_are_those_of_orbax(tmp_path, dtype, creator):
             ocp.save(path, tree)
             return ocp.load(path, ocp.metadata(path))
 
-    found = saved(handler_context(), tmp_path / "a", tree | {"step": 3})
-    assert found.pop("step") == 3
-    same(found, saved(ocp.Context(), tmp_path / "b", tree))
+    stored = saved(handler_context(), tmp_path / "a", tree | {"step": 3})
+    assert stored.pop("step") == 3
+    same(stored, saved(ocp.Context(), tmp_path / "b", tree))
 
 
 def test_storage_dtypes_in_a_training_step(tmp_path, route):
@@ -649,10 +649,10 @@ def test_storage_dtypes_in_a_training_step(tmp_path, route):
     context.array.saving.storage_options.dtype = jnp.bfloat16
     with ocp.training.Checkpointer(tmp_path, context=context) as training:
         training.save(0, {"w": VALUES / 3, "key": jax.random.key(0), "step": 70_001})
-        found = training.load(0)
-    assert_same_bits(found["w"], (VALUES / 3).astype(jnp.bfloat16))
-    assert found["step"] == 70_001
-    assert found["key"] == jax.random.key(0)
+        loaded = training.load(0)
+    assert_same_bits(loaded["w"], (VALUES / 3).astype(jnp.bfloat16))
+    assert loaded["step"] == 70_001
+    assert loaded["key"] == jax.random.key(0)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ MANIFEST = "orbax_safetensors_layout.json"
 
 def tensors():
     rng = np.random.default_rng(3)
-    found = {f"layers.{n}.w": rng.standard_normal((24, 8)).astype(np.float32) for n in range(6)}
-    return found | {
+    arrays = {f"layers.{n}.w": rng.standard_normal((24, 8)).astype(np.float32) for n in range(6)}
+    return arrays | {
         "small": np.arange(5, dtype=np.int8),
         "half": rng.standard_normal(300).astype(ml_dtypes.bfloat16),
         "none": np.zeros((0, 4), np.float32),
@@ -103,11 +103,11 @@ def test_total_size_and_missing_files(tmp_path):
     index = json.loads(index_file.read_text())
     index["metadata"]["total_size"] += 1
     index_file.write_text(json.dumps(index))
-    (found,) = texts(osl.verify(folder))
-    assert "total_size" in found
+    (finding,) = texts(osl.verify(folder))
+    assert "total_size" in finding
     (folder / sorted(set(index["weight_map"].values()))[0]).unlink()
-    (found,) = [t for t in texts(osl.verify(folder)) if "missing" in t]
-    assert "lists files that are missing" in found
+    (finding,) = [t for t in texts(osl.verify(folder)) if "missing" in t]
+    assert "lists files that are missing" in finding
 
 
 def test_every_fault_of_a_header_is_told(tmp_path):
@@ -126,8 +126,8 @@ def test_every_fault_of_a_header_is_told(tmp_path):
     text = json.dumps(header)[:-1] + ', "b": ' + json.dumps(entry(40, 48, [2])) + "}"
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(48))
-    found = texts(osl.verify(tmp_path), "header")
-    assert len(found) == 6
+    findings = texts(osl.verify(tmp_path), "header")
+    assert len(findings) == 6
     for name, problem in {
         "overlapping": "overlaps the one before it",
         "too long": "do not fit the shape",
@@ -136,7 +136,7 @@ def test_every_fault_of_a_header_is_told(tmp_path):
         "no list": "malformed shape",
         "b": "a name is repeated",
     }.items():
-        assert [t for t in found if f"'{name}'" in t and problem in t], (name, found)
+        assert [t for t in findings if f"'{name}'" in t and problem in t], (name, findings)
     with pytest.raises(osl.FormatError):
         osl.load(tmp_path)
     # A gap is told where no tensor that is left out may have filled it.
@@ -153,23 +153,23 @@ def test_missing_files_hide_nothing_else(tmp_path):
     (folder / first).unlink()
     held = safetensors.numpy.load_file(folder / second) | {"stray": np.zeros(2)}
     safetensors.numpy.save_file(held, folder / second)
-    found = texts(osl.verify(folder), "index")
-    assert [t for t in found if first in t and "missing" in t]
-    assert [t for t in found if "'stray'" in t and "no file" in t]
-    assert len(found) == 2
+    findings = texts(osl.verify(folder), "index")
+    assert [t for t in findings if first in t and "missing" in t]
+    assert [t for t in findings if "'stray'" in t and "no file" in t]
+    assert len(findings) == 2
     saved(tmp_path / "pieces", layout="sharded")
     manifest = json.loads((tmp_path / "pieces" / MANIFEST).read_text())
     manifest["pieces"]["files"].append("shard-00002-of-00002.safetensors")
     (tmp_path / "pieces" / MANIFEST).write_text(json.dumps(manifest))
-    (found,) = texts(osl.verify(tmp_path / "pieces"))
-    assert "shard-00002-of-00002.safetensors" in found
+    (finding,) = texts(osl.verify(tmp_path / "pieces"))
+    assert "shard-00002-of-00002.safetensors" in finding
 
 
 def test_a_tensor_in_two_files(tmp_path):
     safetensors.numpy.save_file({"a": np.zeros(2), "b": np.zeros(1)}, tmp_path / "x.safetensors")
     safetensors.numpy.save_file({"a": np.ones(2)}, tmp_path / "y.safetensors")
-    (found,) = texts(osl.verify(tmp_path))
-    assert found == "'a' is in both x.safetensors and y.safetensors"
+    (finding,) = texts(osl.verify(tmp_path))
+    assert finding == "'a' is in both x.safetensors and y.safetensors"
 
 
 def test_the_manifest_is_held_against_the_files(tmp_path):
@@ -198,8 +198,8 @@ def test_a_flipped_bit_is_found_by_its_checksum(tmp_path, layout):
     data = bytearray(victim.read_bytes())
     data[-1] ^= 4
     victim.write_bytes(data)
-    (found,) = texts(osl.verify(folder))
-    assert found.startswith(f"{victim.name} has CRC-32 ")
+    (finding,) = texts(osl.verify(folder))
+    assert finding.startswith(f"{victim.name} has CRC-32 ")
     assert osl.verify(folder, digests=False).ok
     victim.rename(folder / "elsewhere")
     assert [t for t in texts(osl.verify(folder)) if "is missing; it has a checksum" in t]
@@ -207,7 +207,7 @@ def test_a_flipped_bit_is_found_by_its_checksum(tmp_path, layout):
 
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 def test_no_flipped_bit_is_loaded_with_verify(tmp_path, layout):
-    """Of any file that the save wrote: tensors, headers, index, manifest, checksums."""
+    """In any file that the save wrote: tensors, headers, index, manifest, checksums."""
     folder = saved(tmp_path, layout=layout, digests=True)
     verifying = osl.ReadOptions(verify=True)
     loaded = osl.load(folder, options=verifying)
@@ -239,21 +239,23 @@ def test_no_flipped_bit_is_loaded_with_verify(tmp_path, layout):
 def test_a_load_of_parts_with_verify_looks_at_the_rest_of_their_files(tmp_path):
     folder = saved(tmp_path, digests=True, max_file_bytes=10**6)
     verifying = osl.ReadOptions(verify=True, mmap=True)
-    one = {"small": np.zeros(5, np.int8)}
-    np.testing.assert_array_equal(osl.load(folder, one, options=verifying)["small"], np.arange(5))
-    found = osl.load(folder, only="layers.*", options=verifying)
-    np.testing.assert_array_equal(found["layers.3.w"], tensors()["layers.3.w"])
+    expected = {"small": np.zeros(5, np.int8)}
+    np.testing.assert_array_equal(
+        osl.load(folder, expected, options=verifying)["small"], np.arange(5)
+    )
+    loaded = osl.load(folder, only="layers.*", options=verifying)
+    np.testing.assert_array_equal(loaded["layers.3.w"], tensors()["layers.3.w"])
     single = folder / "model.safetensors"
     assert osl.load(single, options=verifying).keys() == tensors().keys()
     (header,) = struct.unpack("<Q", single.read_bytes()[:8])
     data = bytearray(single.read_bytes())
     data[8 + header + 10] ^= 1  # not of the tensor that is loaded
     single.write_bytes(data)
-    for path, wanted in ((folder, one), (single, None)):
+    for path, tree in ((folder, expected), (single, None)):
         with pytest.raises(
             osl.FormatError, match=r"not what was saved: model.safetensors \(CRC-32"
         ):
-            osl.load(path, wanted, options=verifying)
+            osl.load(path, tree, options=verifying)
 
 
 def test_verify_without_checksums_is_refused(tmp_path):
@@ -267,7 +269,7 @@ def test_verify_without_checksums_is_refused(tmp_path):
         osl.load(tmp_path / "sums", options=osl.ReadOptions(verify=True))
 
 
-def test_a_file_that_can_not_be_read_hides_no_other(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
     folder = saved(tmp_path, digests=True)
     bad, flipped = sorted(folder.glob("*.safetensors"))[:2]
     data = bytearray(flipped.read_bytes())
@@ -289,9 +291,9 @@ def test_a_file_that_can_not_be_read_hides_no_other(tmp_path, monkeypatch):
             broken[0] = True
 
         patch.setattr(StructureCheck, "check", then_breaks)
-        found = texts(osl.verify(folder), "digest")
-    assert "Input/output error" in found[0]
-    assert found[1].startswith(f"{flipped.name} has CRC-32 ")
+        findings = texts(osl.verify(folder), "digest")
+    assert "Input/output error" in findings[0]
+    assert findings[1].startswith(f"{flipped.name} has CRC-32 ")
 
 
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
@@ -333,10 +335,10 @@ def test_several_processes_leave_the_same_checksums(tmp_path, layout):
     assert report.ok
     assert report.compared_tensors == 5
     if layout == "hf":
-        one, many = tmp_path / "1", tmp_path / "4"
+        alone, many = tmp_path / "1", tmp_path / "4"
         differ = [
             file.name
-            for file in one.iterdir()
+            for file in alone.iterdir()
             if file.suffix == ".safetensors"
             and file.read_bytes() != (many / file.name).read_bytes()
         ]
@@ -348,8 +350,8 @@ def test_files_of_two_saves_are_not_mixed(tmp_path):
         saved(tmp_path / name, layout="sharded")
     file = "shard-00001-of-00001.safetensors"
     shutil.copy(tmp_path / "a" / file, tmp_path / "b" / file)
-    (found,) = texts(osl.verify(tmp_path / "b"))
-    assert "belongs to another save than its manifest" in found
+    (finding,) = texts(osl.verify(tmp_path / "b"))
+    assert "belongs to another save than its manifest" in finding
     with pytest.raises(osl.InvalidManifestError, match="belongs to another save than its manifest"):
         osl.load(tmp_path / "b")
     with pytest.raises(osl.InvalidManifestError, match="Files of two saves may be mixed"):
@@ -374,11 +376,11 @@ def test_pieces_that_are_missing_or_wrong(tmp_path):
     held["half"] = held["half"].astype(np.float32)
     held["extra"] = np.zeros(1)
     safetensors.numpy.save_file(held, file, metadata=metadata)
-    found = texts(osl.verify(folder), "pieces")
-    assert len(found) == 3
-    assert any("nothing as 'small'; the manifest says I8 [5]" in text for text in found)
-    assert any("F32 [300] as 'half'; the manifest says BF16 [300]" in text for text in found)
-    assert any("holds 'extra'" in text for text in found)
+    findings = texts(osl.verify(folder), "pieces")
+    assert len(findings) == 3
+    assert any("nothing as 'small'; the manifest says I8 [5]" in text for text in findings)
+    assert any("F32 [300] as 'half'; the manifest says BF16 [300]" in text for text in findings)
+    assert any("holds 'extra'" in text for text in findings)
 
 
 def test_checkpoints_are_compared_however_their_files_are_cut(tmp_path):
@@ -405,14 +407,14 @@ def test_every_difference_is_told(tmp_path, budget):
     other["half"][299] = np.nan
     osl.save(tmp_path / "b", other)
     options = osl.ReadOptions(memory_budget_bytes=budget)
-    found = texts(osl.verify(tmp_path / "a", tmp_path / "b", options=options), "value")
-    assert len(found) == 5
-    assert "'more' is in the other checkpoint alone" in found
-    assert "'scalar' is not in the other checkpoint" in found
-    assert "'small' is int8 [5], in the other int16 [5]" in found
-    (place,) = [text for text in found if text.startswith("'layers.3.w' differs")]
+    findings = texts(osl.verify(tmp_path / "a", tmp_path / "b", options=options), "value")
+    assert len(findings) == 5
+    assert "'more' is in the other checkpoint alone" in findings
+    assert "'scalar' is not in the other checkpoint" in findings
+    assert "'small' is int8 [5], in the other int16 [5]" in findings
+    (place,) = [text for text in findings if text.startswith("'layers.3.w' differs")]
     assert "the first at [7, 2]" in place
-    (place,) = [text for text in found if text.startswith("'half' differs: 1 elements")]
+    (place,) = [text for text in findings if text.startswith("'half' differs: 1 elements")]
     assert "the first at [299]" in place
 
 
@@ -428,8 +430,8 @@ def test_not_a_number_equals_itself_bit_by_bit(tmp_path):
 def test_values_beside_the_tensors_are_compared(tmp_path):
     osl.save(tmp_path / "a", {"w": np.zeros(2), "step": 3})
     osl.save(tmp_path / "b", {"w": np.zeros(2), "step": 4})
-    (found,) = texts(osl.verify(tmp_path / "a", tmp_path / "b"))
-    assert found == "the value 'step' is 3, in the other 4"
+    (finding,) = texts(osl.verify(tmp_path / "a", tmp_path / "b"))
+    assert finding == "the value 'step' is 3, in the other 4"
 
 
 MAPPING = osl.Mapping(
@@ -446,8 +448,8 @@ MAPPING = osl.Mapping(
 
 def test_comparison_through_a_mapping(tmp_path):
     saved(tmp_path / "source")
-    made = osl.load(tmp_path / "source", mapping=MAPPING)
-    osl.save(tmp_path / "model", made)
+    mapped = osl.load(tmp_path / "source", mapping=MAPPING)
+    osl.save(tmp_path / "model", mapped)
     for budget in (2**31, 1000):
         options = osl.ReadOptions(memory_budget_bytes=budget)
         report = osl.verify(
@@ -455,11 +457,11 @@ def test_comparison_through_a_mapping(tmp_path):
         )
         assert report.ok, str(report)
         assert report.compared_tensors == 2
-    wrong = {name: np.array(value) for name, value in made.items()}
+    wrong = {name: np.array(value) for name, value in mapped.items()}
     wrong["stacked"][4, 1, 2, 3] += 1
     osl.save(tmp_path / "wrong", wrong)
-    (found,) = texts(osl.verify(tmp_path / "wrong", tmp_path / "source", mapping=MAPPING))
-    assert "'stacked' differs: 1 elements, the first at [4, 1, 2, 3]" in found
+    (finding,) = texts(osl.verify(tmp_path / "wrong", tmp_path / "source", mapping=MAPPING))
+    assert "'stacked' differs: 1 elements, the first at [4, 1, 2, 3]" in finding
 
 
 def test_packed_elements_are_compared(tmp_path):
@@ -484,9 +486,9 @@ def test_the_command_line(tmp_path):
     osl.save(tmp_path / "b", other, overwrite=True)
     done = run("verify", tmp_path / "a", "--against", tmp_path / "b", "--json")
     assert done.returncode == 1
-    found = json.loads(done.stdout)
-    assert not found["ok"]
-    assert found["findings"][0]["kind"] == "value"
+    report = json.loads(done.stdout)
+    assert not report["ok"]
+    assert report["findings"][0]["kind"] == "value"
     assert "100%" in done.stderr
     assert run("verify", tmp_path / "nothing").returncode == 1
     assert run("verify", tmp_path / "a", "--mapping", "llama").returncode == 2
@@ -508,22 +510,22 @@ def test_checksums_of_ranges_join_to_that_of_the_whole(parts, random):
 
 
 def test_digests_are_read_as_they_are_written():
-    found = {"b": 1, "a": 2**32 - 1}
-    assert parse_digests(dump_digests(found), file="x") == found
+    digests = {"b": 1, "a": 2**32 - 1}
+    assert parse_digests(dump_digests(digests), file="x") == digests
     for bad in (b"", b"[]", b"{", b'{"orbax_safetensors_layout_digests": 2}', b"\xff"):
         with pytest.raises(osl.InvalidManifestError):
             parse_digests(bad, file="x")
-    bad = dump_digests(found).replace(b"00000001", b"1")
+    bad = dump_digests(digests).replace(b"00000001", b"1")
     with pytest.raises(osl.InvalidManifestError, match="malformed digest"):
         parse_digests(bad, file="x")
 
 
 def orbax_tree():
     """Arrays of odd shapes and dtypes, and what stands beside them."""
-    found = {name: value for name, value in tensors().items() if name != "none"}
-    layers = {str(n): {"w": found.pop(f"layers.{n}.w")} for n in range(6)}
-    found["scalar"] = np.asarray(found["scalar"])
-    return {"params": {"layers": layers, **found}, "step": 7}
+    arrays = {name: value for name, value in tensors().items() if name != "none"}
+    layers = {str(n): {"w": arrays.pop(f"layers.{n}.w")} for n in range(6)}
+    arrays["scalar"] = np.asarray(arrays["scalar"])
+    return {"params": {"layers": layers, **arrays}, "step": 7}
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
@@ -539,12 +541,12 @@ def test_what_orbax_saved_is_compared(tmp_path, use_ocdbt, use_zarr3):
         alone = osl.verify(theirs, options=options)
         assert alone.ok, str(alone)
         assert alone.tensors == 9
-        for one, other in ((theirs, "ours"), (tmp_path / "ours", "orbax")):
-            report = osl.verify(one, tmp_path / other, options=options)
+        for first, other in ((theirs, "ours"), (tmp_path / "ours", "orbax")):
+            report = osl.verify(first, tmp_path / other, options=options)
             assert report.ok, str(report)
             assert (report.compared_tensors, report.compared_bytes) == (9, size)
-    (found,) = texts(osl.verify(theirs, tmp_path / "plain", subtree="params"))
-    assert found == "'none' is in the other checkpoint alone"
+    (finding,) = texts(osl.verify(theirs, tmp_path / "plain", subtree="params"))
+    assert finding == "'none' is in the other checkpoint alone"
 
 
 def test_differences_from_what_orbax_saved(tmp_path):
@@ -554,11 +556,11 @@ def test_differences_from_what_orbax_saved(tmp_path):
     tree["params"]["layers"]["4"]["w"][3, 5] += 1
     tree["params"]["small"] = np.arange(6, dtype=np.int8)
     osl.save(tmp_path / "ours", tree)
-    found = texts(osl.verify(theirs, tmp_path / "ours"), "value")
-    assert len(found) == 3
-    assert "the value 'step' is 7, in the other 8" in found
-    assert "'params.small' is int8 [5], in the other int8 [6]" in found
-    (place,) = [text for text in found if text.startswith("'params.layers.4.w' differs")]
+    findings = texts(osl.verify(theirs, tmp_path / "ours"), "value")
+    assert len(findings) == 3
+    assert "the value 'step' is 7, in the other 8" in findings
+    assert "'params.small' is int8 [5], in the other int8 [6]" in findings
+    (place,) = [text for text in findings if text.startswith("'params.layers.4.w' differs")]
     assert "1 elements, the first at [3, 5]" in place
 
 
@@ -575,7 +577,7 @@ def test_chunks_of_both_may_differ(tmp_path):
     assert info.value.tensor == "w"
 
 
-def test_arrays_of_orbax_that_can_not_be_read(tmp_path):
+def test_arrays_of_orbax_that_cannot_be_read(tmp_path):
     """All are named, and the others are read nevertheless."""
     tree = {f"w{n}": np.full((16, 16), n + 1, np.float32) for n in range(4)}
     folder = save_pytree(tmp_path / "orbax", tree, use_ocdbt=False)
@@ -583,10 +585,10 @@ def test_arrays_of_orbax_that_can_not_be_read(tmp_path):
     (folder / "w3" / "0.0").write_bytes(b"no zstd")
     done = []
     report = osl.verify(folder, options=osl.ReadOptions(progress=done.append))
-    found = texts(report, "chunk")
-    assert len(found) == 2
-    assert "'w1'" in found[0]
-    assert "'w3'" in found[1]
+    findings = texts(report, "chunk")
+    assert len(findings) == 2
+    assert "'w1'" in findings[0]
+    assert "'w3'" in findings[1]
     assert done[-1].done_bytes == done[-1].total_bytes == 4 * 16 * 16 * 4
 
 
@@ -617,8 +619,8 @@ def test_typed_keys_and_four_bits_of_orbax(tmp_path):
     assert report.compared_tensors == 3
     tree["key"] = jax.random.key(7)
     osl.save(tmp_path / "ours", tree, overwrite=True)
-    (found,) = texts(osl.verify(tmp_path / "ours", tmp_path / "orbax"))
-    assert found.startswith("'key' differs")
+    (finding,) = texts(osl.verify(tmp_path / "ours", tmp_path / "orbax"))
+    assert finding.startswith("'key' differs")
 
 
 def test_damage_of_metadata_and_keys_hides_nothing_else(tmp_path):
@@ -629,12 +631,12 @@ def test_damage_of_metadata_and_keys_hides_nothing_else(tmp_path):
     (folder / "w1" / "0.0").unlink()
     (folder / "raw" / "0").write_bytes(b"no zstd")
     report = osl.verify(folder)
-    found = texts(report, "array")
-    assert len(found) == 2
-    assert all("cannot be opened" in text for text in found)
-    assert all(any(f"'{name}'" in text for text in found) for name in ("raw", "w0"))
-    (found,) = texts(report, "chunk")
-    assert "'w1'" in found
+    findings = texts(report, "array")
+    assert len(findings) == 2
+    assert all("cannot be opened" in text for text in findings)
+    assert all(any(f"'{name}'" in text for text in findings) for name in ("raw", "w0"))
+    (finding,) = texts(report, "chunk")
+    assert "'w1'" in finding
     done = run("inspect", folder)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
@@ -654,8 +656,8 @@ def test_numbers_and_arrays_without_dimensions(tmp_path):
     tree = {"w": np.ones(3), "scalar": np.float32(2.5), "step": 3}
     theirs = save_pytree(tmp_path / "orbax", tree)
     osl.save(tmp_path / "ours", tree)
-    for one, other in ((theirs, "ours"), (tmp_path / "ours", "orbax")):
-        report = osl.verify(one, tmp_path / other)
+    for first, other in ((theirs, "ours"), (tmp_path / "ours", "orbax")):
+        report = osl.verify(first, tmp_path / other)
         assert report.ok, str(report)
     tree["scalar"] = np.float32(1.5)
     tree["more"] = tree.pop("step")
@@ -665,8 +667,8 @@ def test_numbers_and_arrays_without_dimensions(tmp_path):
         "the value 'scalar' is 2.5, in the other 1.5",
         "the value 'step' is 3, and not in the other checkpoint",
     ]
-    (found,) = texts(osl.verify(theirs, tmp_path / "ours", subtree="step"), "value")[-1:]
-    assert found == "the value 'step' is 3, and not in the other checkpoint"
+    (finding,) = texts(osl.verify(theirs, tmp_path / "ours", subtree="step"), "value")[-1:]
+    assert finding == "the value 'step' is 3, and not in the other checkpoint"
 
 
 def test_what_only_a_comparison_needs(tmp_path):

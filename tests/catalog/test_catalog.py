@@ -343,9 +343,9 @@ def test_missing_name_fetches_nothing() -> None:
 def test_many_missing_names_cost_little() -> None:
     weight_map = {f"model.layers.{i}.mlp.weight": "1.safetensors" for i in range(50_000)}
     catalog = opened({INDEX: index_bytes(weight_map), "/m/1.safetensors": b""})
-    wanted = [f"layers.{i}.mlp.weight" for i in range(50_000)]
+    names = [f"layers.{i}.mlp.weight" for i in range(50_000)]
     with pytest.raises(MissingTensorError) as caught:  # quadratic work would not end in time
-        catalog.entries(wanted)
+        catalog.entries(names)
     text = str(caught.value)
     assert text.startswith("50,000 problems:\n  Tensor 'layers.0.mlp.weight' not found (file: /m")
     assert text.splitlines()[4:] == ["  ... 49,997 more that differ in numbers only"]
@@ -422,9 +422,9 @@ def test_local_files(tmp_path: pathlib.Path) -> None:
         entries = catalog.all_entries()
         data = (tmp_path / "model.safetensors").read_bytes()
         for name, array in tensors.items():
-            found = entries[name]
-            assert found.shape == array.shape
-            assert data[found.start : found.stop] == array.tobytes()
+            entry = entries[name]
+            assert entry.shape == array.shape
+            assert data[entry.start : entry.stop] == array.tobytes()
     with pytest.raises(CheckpointNotFoundError):
         Catalog.open(tmp_path / "none")
 

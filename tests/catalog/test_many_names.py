@@ -51,11 +51,11 @@ def test_leaves_that_differ_in_numbers_are_told_once(path):
 
 
 def test_names_of_many_patterns_are_counted(path):
-    wanted = {f"leaf_{i}_of_no_layer": WEIGHT for i in range(10_000)}
-    text = lines(osl.MissingTensorError, lambda: osl.load(path, wanted))
+    abstract = {f"leaf_{i}_of_no_layer": WEIGHT for i in range(10_000)}
+    text = lines(osl.MissingTensorError, lambda: osl.load(path, abstract))
     assert (len(text), text[-1]) == (52, "  ... 9,950 more")
     mapping = osl.Mapping([osl.rule("layers.{i}.w", osl.tensor("layers.{i}.w"))])
-    text = lines(osl.MappingError, lambda: osl.load(path, wanted, mapping=mapping))
+    text = lines(osl.MappingError, lambda: osl.load(path, abstract, mapping=mapping))
     assert len(text) < 60
     assert text[-1] == "  - ... 9,951 more."
 

@@ -1,4 +1,4 @@
-"""Of pieces that several files hold, those in files that are opened anyway are taken."""
+"""Pieces that several files hold are taken from files that are opened anyway."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STORED = StoredPieces(
 )
 
 
-def opened(process: int, wanted: dict[str, tuple[Box, ...]]) -> set[int]:
+def opened(process: int, boxes: dict[str, tuple[Box, ...]]) -> set[int]:
     """The files whose headers are fetched."""
     files: list[str] = []
 
@@ -45,8 +45,8 @@ def opened(process: int, wanted: dict[str, tuple[Box, ...]]) -> set[int]:
 
     catalog = PieceCatalog(STORED, FILES, fetch, {})
     catalog.prefer(process)
-    found = catalog.find(wanted)
-    assert list(found) == list(wanted)
+    located = catalog.find(boxes)
+    assert list(located) == list(boxes)
     return {FILES.index(file) for file in files}
 
 

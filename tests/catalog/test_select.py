@@ -89,8 +89,10 @@ def test_braces_agree_with_what_they_stand_for(data: st.DataObject) -> None:
     name = data.draw(st.text("ab.189", max_size=8))
     alone = pattern.replace("{8..11}", "{8,9,10,11}")
     with contextlib.suppress(ValueError):  # it would take too long
-        found = bool(compile_pattern(pattern).fullmatch(name))
-        assert found == any(fnmatch.fnmatchcase(name, one) for one in alternatives(alone))
+        matches = bool(compile_pattern(pattern).fullmatch(name))
+        assert matches == any(
+            fnmatch.fnmatchcase(name, alternative) for alternative in alternatives(alone)
+        )
 
 
 def alternatives(pattern: str) -> list[str]:
@@ -106,7 +108,7 @@ def alternatives(pattern: str) -> list[str]:
             at = stop + 1
         if not depth:
             break
-    heads = [pattern[:start] + one for part in parts for one in alternatives(part)]
+    heads = [pattern[:start] + option for part in parts for option in alternatives(part)]
     return [head + rest for head in heads for rest in alternatives(pattern[stop + 1 :])]
 
 

@@ -26,11 +26,11 @@ def test_consolidate(tmp_path):
     osl.save(tmp_path / "pieces", tree, options=osl.WriteOptions(layout="sharded"))
     done = run("consolidate", tmp_path / "pieces", tmp_path / "out", "--max-file-bytes", "30", "-q")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    found = {}
+    stored = {}
     for file in (tmp_path / "out").glob("model-*.safetensors"):
-        found |= safetensors.numpy.load_file(file)
-    assert_same_bits(found["a"], tree["a"])
-    assert_same_bits(found["b.c"], tree["b"]["c"])
+        stored |= safetensors.numpy.load_file(file)
+    assert_same_bits(stored["a"], tree["a"])
+    assert_same_bits(stored["b.c"], tree["b"]["c"])
     assert (tmp_path / "pieces" / "shard-00001-of-00001.safetensors").exists()
     done = run("consolidate", tmp_path / "pieces")
     assert done.returncode == 0
@@ -157,8 +157,8 @@ def test_an_interrupt_amid_an_import(tmp_path, swallow):
 
 def test_interrupts_that_are_somebody_elses_stay(tmp_path, capsys):
     osl.save(tmp_path, {"a": np.arange(3)})
-    found = []
-    before = signal.signal(signal.SIGINT, lambda *_: found.append(True))
+    codes = []
+    before = signal.signal(signal.SIGINT, lambda *_: codes.append(True))
     try:
         with pytest.MonkeyPatch.context() as patch:
             module = importlib.import_module("orbax_safetensors_layout.cli.inspect")
@@ -166,7 +166,7 @@ def test_interrupts_that_are_somebody_elses_stay(tmp_path, capsys):
             assert main(["inspect", str(tmp_path)]) == 1  # None is no inspection
     finally:
         signal.signal(signal.SIGINT, before)
-    assert found
+    assert codes
     assert "interrupted" not in capsys.readouterr().err
 
 

@@ -38,8 +38,8 @@ def test_there_through_a_mapping_and_back(tmp_path):
     assert done.stderr.count("is used by no array") == 1
     assert "The sharding rule 'none' = fsdp is used by no array." in done.stderr
     assert "every bit compared" in done.stderr
-    found = restore_standard(tmp_path / "orbax")
-    np.testing.assert_array_equal(found["a"]["w"], weights["w"].T)
+    restored = restore_standard(tmp_path / "orbax")
+    np.testing.assert_array_equal(restored["a"]["w"], weights["w"].T)
     done = run("convert", "orbax", "back", *mapped, "--quiet", "--no-verify", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert {name: value.tobytes() for name, value in osl.load(tmp_path / "back").items()} == {
@@ -62,9 +62,9 @@ def test_a_step_into_pieces(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len([*(tmp_path / "pieces").glob("shard-*-of-00004.safetensors")]) == 4
-    found = osl.load(tmp_path / "pieces")
+    loaded = osl.load(tmp_path / "pieces")
     for name, value in llama_like().items():
-        np.testing.assert_array_equal(found[name], value.astype(np.float32), strict=True)
+        np.testing.assert_array_equal(loaded[name], value.astype(np.float32), strict=True)
 
 
 def test_misuse(tmp_path):
@@ -104,7 +104,7 @@ def test_interrupted_and_continued(tmp_path):
     assert "were there from an earlier run" in done.stderr
     assert "converting: 100%" in done.stderr
     assert "verifying: 100%" in done.stderr
-    found = restore_standard(tmp_path / "to")
-    assert {n: v.tobytes() for n, v in found.items()} == {
+    restored = restore_standard(tmp_path / "to")
+    assert {n: v.tobytes() for n, v in restored.items()} == {
         n: v.tobytes() for n, v in weights.items()
     }

@@ -82,8 +82,8 @@ def test_examples_run(folder, verb, capsys):
     if verb.name == "convert":
         there = {"llama-orbax", "maxtext", "exported-2", "llama-pieces"}
         assert there <= {path.name for path in folder.iterdir()}
-        found = osl.load(folder / "exported-2")
+        loaded = osl.load(folder / "exported-2")
         source = osl.load(folder / "Llama-3.1-8B")
         for name, value in source.items():  # queries are scaled there and back, and rounded
-            np.testing.assert_allclose(found[name], value, rtol=0.01, err_msg=name)
+            np.testing.assert_allclose(loaded[name], value, rtol=0.01, err_msg=name)
         assert (folder / "exported-2" / "config.json").exists()

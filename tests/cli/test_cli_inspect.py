@@ -38,11 +38,11 @@ def test_json_says_what_safetensors_says(tmp_path, capsys):
     tensors = layers()
     osl.save(tmp_path, tensors, options=osl.WriteOptions(max_file_bytes=2000))
     assert main(["inspect", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    by_name = {tensor["name"]: tensor for tensor in found["tensors"]}
+    report = json.loads(capsys.readouterr().out)
+    by_name = {tensor["name"]: tensor for tensor in report["tensors"]}
     assert set(by_name) == set(tensors)
-    for file in found["files"]:
-        assert found["files"][file] == (tmp_path / file).stat().st_size
+    for file in report["files"]:
+        assert report["files"][file] == (tmp_path / file).stat().st_size
         with safetensors.safe_open(tmp_path / file, "np") as opened:
             for name in opened.keys():  # noqa: SIM118 - no mapping
                 view = opened.get_slice(name)
@@ -52,13 +52,13 @@ def test_json_says_what_safetensors_says(tmp_path, capsys):
                 assert tensor["nbytes"] == tensors[name].nbytes
                 assert tensor["parameters"] == tensors[name].size
     assert not by_name
-    assert found["total"] == {
+    assert report["total"] == {
         "tensors": len(tensors),
         "parameters": sum(t.size for t in tensors.values()),
         "nbytes": sum(t.nbytes for t in tensors.values()),
     }
-    assert list(found["by_dtype"]) == ["BF16", "F32", "F16"]
-    assert found["metadata"] == {"format": "pt"}
+    assert list(report["by_dtype"]) == ["BF16", "F32", "F16"]
+    assert report["metadata"] == {"format": "pt"}
 
 
 def test_rows_join_what_is_alike_and_can_be_filtered(tmp_path, capsys):
@@ -155,11 +155,11 @@ def test_parameters_of_quantised_weights_are_the_models(tmp_path, kind):
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
     config = {"architectures": ["Model"], "quantization_config": settings}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = inspect(tmp_path)
-    assert found.total.parameters == parameters + 5 + 3
-    assert sum(found.quantization.weights.values()) == 1
-    assert found.quantization.method == method
-    assert found.model == "Model"
+    report = inspect(tmp_path)
+    assert report.total.parameters == parameters + 5 + 3
+    assert sum(report.quantization.weights.values()) == 1
+    assert report.quantization.method == method
+    assert report.model == "Model"
 
 
 def test_plain_weights_are_not_quantised(tmp_path):
@@ -178,9 +178,9 @@ NAMES = st.lists(
 
 @given(NAMES)
 def test_every_pattern_matches_the_names_it_stands_for(names):
-    found = name_families((name, None) for name in names)
-    assert sorted(n for family in found for n in family.members) == list(range(len(names)))
-    for family in found:
+    families = name_families((name, None) for name in names)
+    assert sorted(n for family in families for n in family.members) == list(range(len(names)))
+    for family in families:
         for member in family.members:
             if len(family.members) > 1:
                 assert compile_pattern(family.pattern).fullmatch(names[member])
@@ -214,8 +214,8 @@ def test_bits_of_packed_weights(tmp_path):
         ({"bits": "8"}, 64, "its configuration says '8' bits a weight; 4 are assumed"),
     ):
         write_config(tmp_path, {"quantization_config": method | said})
-        found = inspect(tmp_path)
-        assert (found.total.parameters, found.problem) == (parameters, problem)
+        report = inspect(tmp_path)
+        assert (report.total.parameters, report.problem) == (parameters, problem)
 
 
 def test_configurations_that_cannot_be_read_are_told(tmp_path):
@@ -242,8 +242,8 @@ def test_names_do_not_command_the_terminal(tmp_path):
     assert b"red\\x1b[31m\\nline\\x9b  F64" in done.stdout
     command.append("--json")
     done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
-    (found,) = json.loads(done.stdout.decode(errors="surrogateescape"))["tensors"]
-    assert found["name"] == name
+    (tensor,) = json.loads(done.stdout.decode(errors="surrogateescape"))["tensors"]
+    assert tensor["name"] == name
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs", "https"])
@@ -257,8 +257,8 @@ def test_far_away_headers_alone_are_read(tmp_path, capsys, kind):
         server.take_log()
         assert main(["inspect", there.url, "--json"]) == 0
         log = [entry for entry in server.take_log() if entry.get("first") is not None]
-    found = json.loads(capsys.readouterr().out)
-    assert found["total"] == {"tensors": 3, "parameters": 12 << 20, "nbytes": 12 << 20}
+    report = json.loads(capsys.readouterr().out)
+    assert report["total"] == {"tensors": 3, "parameters": 12 << 20, "nbytes": 12 << 20}
     assert len(log) >= 3
     assert all(entry["last"] < FIRST_READ_BYTES for entry in log)
 
@@ -281,17 +281,17 @@ def test_what_orbax_saved(tmp_path, capsys, use_ocdbt):
         manager.save(3, args=ocp.args.PyTreeSave(tree))
     step = tmp_path / "3"
     assert main(["inspect", str(step), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["path"] == str(step / "default")
-    assert found["layout"] == "orbax"
-    assert found["values"] == {"step": 7, "loss": "nan"}
-    small, w = sorted(found["tensors"], key=lambda tensor: tensor["name"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["path"] == str(step / "default")
+    assert report["layout"] == "orbax"
+    assert report["values"] == {"step": 7, "loss": "nan"}
+    small, w = sorted(report["tensors"], key=lambda tensor: tensor["name"])
     assert (small["name"], small["dtype"], small["shape"]) == ("params.small", "int4", [4, 6])
     assert (w["name"], w["dtype"], w["shape"]) == ("params.w", "F32", [64, 48])
     assert (w["nbytes"], w["pieces"]) == (values.nbytes, 8)
     inside = (path for path in (step / "default").rglob("*") if path.is_file())
     sizes = {str(path.relative_to(step / "default")): path.stat().st_size for path in inside}
-    assert found["files"] == sizes
+    assert report["files"] == sizes
     assert main(["inspect", str(step), "--filter", "*.w"]) == 0
     out = capsys.readouterr().out
     assert "8 chunks" in out

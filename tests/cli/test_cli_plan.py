@@ -49,7 +49,7 @@ def specs(rules=RULES):
 
 
 def test_needed_bytes_are_those_of_the_shards_counted_one_by_one(path, capsys):
-    found = planned(capsys, path, "--mesh", "fsdp=4,tensor=2", "--hosts", "2", *specs())
+    report = planned(capsys, path, "--mesh", "fsdp=4,tensor=2", "--hosts", "2", *specs())
     needed = [0, 0]
     for name, tensor in llama_like().items():
         for host in (0, 1):
@@ -67,11 +67,11 @@ def test_needed_bytes_are_those_of_the_shards_counted_one_by_one(path, capsys):
                     block = np.isin(rows, range(fsdp * n, fsdp * n + n))
                     held[block, tensor_axis * m : tensor_axis * m + m] = True
             needed[host] += int(held.sum()) * tensor.itemsize
-    assert [one["needed_bytes"] for one in found["processes"]] == needed
-    assert found["total"]["needed_bytes"] == sum(needed)
-    assert found["parameters"] == sum(t.size for t in llama_like().values())
-    assert found["complete"]
-    assert not found["misfits"]
+    assert [result["needed_bytes"] for result in report["processes"]] == needed
+    assert report["total"]["needed_bytes"] == sum(needed)
+    assert report["parameters"] == sum(t.size for t in llama_like().values())
+    assert report["complete"]
+    assert not report["misfits"]
 
 
 @pytest.mark.parametrize("latency", [None, 0.0])
@@ -79,7 +79,7 @@ def test_eight_real_processes_read_what_was_planned(path, latency):
     grid = MeshShape({"fsdp": 4, "tensor": 4}, 8)
     rules = [ShardingRule.parse(rule) for rule in RULES]
     options = ReadOptions() if latency is None else ReadOptions(latency_seconds={"local": latency})
-    found = estimate(path, grid, rules, options=options)
+    estimated = estimate(path, grid, rules, options=options)
     placer = ShardingRules(rules, grid)
     placed = {name: placer.place(name, t.shape).spec for name, t in llama_like().items()}
     results = run_processes(
@@ -91,7 +91,7 @@ def test_eight_real_processes_read_what_was_planned(path, latency):
         specs=placed,
         latency_seconds={} if latency is None else {"local": latency},
     )
-    for cost, result in zip(found.costs, results, strict=True):
+    for cost, result in zip(estimated.costs, results, strict=True):
         assert result == {"read": [cost.read_bytes], "needed": cost.needed_bytes}
 
 
@@ -100,7 +100,7 @@ def test_plan_agrees_with_plan_load(path):
 
     grid = MeshShape({"fsdp": 2, "tensor": 8}, 4)
     rules = [ShardingRule.parse("'.*' = auto")]
-    found = estimate(path, grid, rules)
+    estimated = estimate(path, grid, rules)
     mesh = AbstractMesh((2, 8), ("fsdp", "tensor"))
     import jax
 
@@ -116,7 +116,7 @@ def test_plan_agrees_with_plan_load(path):
     }
     for process in range(4):
         plan = osl.plan_load(path, tree, process_index=process, process_count=4)
-        assert plan.cost() == found.costs[process]
+        assert plan.cost() == estimated.costs[process]
 
 
 def test_runs_without_jax_and_orbax(path):
@@ -193,10 +193,10 @@ def test_a_rule_that_no_tensor_uses_is_told(path, capsys):
 def test_compare_sets_plans_side_by_side(path, capsys):
     other = "--mesh x=2,y=4 --hosts 2 --spec '.* = y'"
     arguments = [path, "--mesh", "x=8", "--hosts", "4", "--compare", other]
-    found = planned(capsys, *arguments)
-    assert set(found) == {"this", other}
+    report = planned(capsys, *arguments)
+    assert set(report) == {"this", other}
     alone = planned(capsys, path, "--mesh", "x=2,y=4", "--hosts", "2", "--spec", ".* = y")
-    assert found[other] == alone
+    assert report[other] == alone
     assert main(["plan", *map(str, arguments)]) == 0
     assert other in capsys.readouterr().out
 
@@ -204,9 +204,9 @@ def test_compare_sets_plans_side_by_side(path, capsys):
 def test_pieces_families_and_abstract_trees(tmp_path, capsys, monkeypatch):
     tensors = {f"layers.{n}.w": np.zeros((16, 8), np.float32) for n in range(3)}
     osl.save(tmp_path / "pieces", tensors, options=osl.WriteOptions(layout="sharded"))
-    found = planned(capsys, tmp_path / "pieces", "--mesh", "x=4", "--hosts", "4")
-    assert found["total"]["needed_bytes"] == sum(t.nbytes for t in tensors.values())
-    assert found["total"]["read_bytes"] >= found["total"]["needed_bytes"]
+    report = planned(capsys, tmp_path / "pieces", "--mesh", "x=4", "--hosts", "4")
+    assert report["total"]["needed_bytes"] == sum(t.nbytes for t in tensors.values())
+    assert report["total"]["read_bytes"] >= report["total"]["needed_bytes"]
     assert main(["plan", str(tmp_path / "pieces"), "--mesh", "x=4", "--save"]) == 2
     assert "planned for whole tensors, without a mapping" in capsys.readouterr().err
     osl.save(tmp_path / "whole", tensors)
@@ -226,7 +226,7 @@ def test_pieces_families_and_abstract_trees(tmp_path, capsys, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    found = planned(
+    report = planned(
         capsys,
         "whole",
         "--abstract",
@@ -236,9 +236,9 @@ def test_pieces_families_and_abstract_trees(tmp_path, capsys, monkeypatch):
         "--spec",
         ".*1.w = replicated",
     )
-    assert found["mesh"] == {"x": 4}
-    assert found["total"]["needed_bytes"] == 512 + 2 * 512
-    assert found["device_bytes"] == 128 + 512
+    assert report["mesh"] == {"x": 4}
+    assert report["total"]["needed_bytes"] == 512 + 2 * 512
+    assert report["device_bytes"] == 128 + 512
 
 
 def test_the_costs_of_a_mapping(tmp_path, capsys):
@@ -275,13 +275,13 @@ def test_the_costs_of_a_mapping(tmp_path, capsys):
     tensors = {f"model.{n}.weight": np.zeros(s, np.float32) for n, s in shapes.items()}
     tensors["lm_head.weight"] = np.zeros((128, 64), np.float32)
     osl.save(tmp_path, tensors)
-    found = planned(
+    report = planned(
         capsys, tmp_path, "--mesh", "x=4", "--hosts", "4", "--mapping", "llama:maxtext",
         "--spec", "'.*layers.*kernel' = x", "--spec", "'.*' = replicated",
     )  # fmt: skip
     kernels = sum(t.nbytes for name, t in tensors.items() if "_proj" in name)
     rest = sum(t.nbytes for t in tensors.values()) - kernels
-    assert found["total"]["needed_bytes"] == kernels + 4 * rest
+    assert report["total"]["needed_bytes"] == kernels + 4 * rest
 
 
 def test_what_a_mapping_reads_too_much_is_told(tmp_path, capsys):
@@ -314,12 +314,12 @@ def test_the_picture(path, tmp_path, capsys):
 def test_the_picture_shows_every_byte_that_is_read(path):
     grid = MeshShape({"x": 4, "y": 2}, 4)
     rules = [ShardingRule.parse(rule) for rule in ("'.*up_proj.*' = -,x", "'.*' = auto")]
-    found = estimate(path, grid, rules, options=ReadOptions(latency_seconds={"local": 0.0}))
-    seen = coverage(found.cluster, [3, 0], 97)
+    estimated = estimate(path, grid, rules, options=ReadOptions(latency_seconds={"local": 0.0}))
+    seen = coverage(estimated.cluster, [3, 0], 97)
     width = seen.total_bytes / 97
     for row, process in enumerate((3, 0)):
-        assert math.isclose(seen.read[row].sum() * width, found.costs[process].read_bytes)
-        assert math.isclose(seen.needed[row].sum() * width, found.costs[process].needed_bytes)
+        assert math.isclose(seen.read[row].sum() * width, estimated.costs[process].read_bytes)
+        assert math.isclose(seen.needed[row].sum() * width, estimated.costs[process].needed_bytes)
     assert seen.read.max() <= 1 + 1e-9
     assert (seen.needed <= seen.read + 1e-9).all()
 

@@ -33,11 +33,11 @@ def test_the_picture_is_what_is_drawn(screens, tmp_path):
 
     target = tmp_path / "reads.png"
     screens.draw(target)
-    made, committed = (image.imread(path) for path in (target, screens.PICTURE))
-    assert made.shape == committed.shape
+    drawn, committed = (image.imread(path) for path in (target, screens.PICTURE))
+    assert drawn.shape == committed.shape
     # Letters are drawn otherwise by another version.
     if f"Matplotlib version{matplotlib.__version__}".encode() in screens.PICTURE.read_bytes():
-        assert np.array_equal(made, committed), "run `python docs/screens.py`"
+        assert np.array_equal(drawn, committed), "run `python docs/screens.py`"
     for page in screens.PAGES:
         target = screens.PICTURE.relative_to(page.parent)
         assert f"]({target})" in page.read_text(encoding="utf-8")

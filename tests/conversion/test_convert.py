@@ -69,8 +69,8 @@ def test_every_kind_comes_back_bit_by_bit(tmp_path, hf, weights, middle, options
     assert (done.tensors, done.resumed_bytes) == (len(weights), 0)
     assert done.nbytes == sum(value.nbytes for value in weights.values())
     osl.convert(there, back, format="hf", options=options)
-    found = {name: raw.data for name, raw in raw_tensors(back).items()}
-    assert found == {name: value.tobytes() for name, value in weights.items()}
+    stored = {name: raw.data for name, raw in raw_tensors(back).items()}
+    assert stored == {name: value.tobytes() for name, value in weights.items()}
     assert bits(osl.load(back)) == bits(weights)
     assert sorted(os.listdir(tmp_path)) == ["back", "hf", "there"]
 
@@ -122,8 +122,8 @@ def test_pieces_are_the_shards_of_the_target(tmp_path, hf, weights):
         weights[name].dtype,
         sharding=NamedSharding(mesh, PartitionSpec("fsdp")),
     )
-    found = osl.load(tmp_path / "pieces", {name: struct})[name]
-    assert_same_bits(np.asarray(found), weights[name])
+    loaded = osl.load(tmp_path / "pieces", {name: struct})[name]
+    assert_same_bits(np.asarray(loaded), weights[name])
     manifest = json.loads((tmp_path / "pieces" / "orbax_safetensors_layout.json").read_text())
     number = manifest["pieces"]["tensors"][name][2]
     boxes = manifest["pieces"]["classes"][number]
@@ -192,21 +192,21 @@ def test_trees_of_orbax_survive(tmp_path, state, write, middle):
     write(tmp_path / "stock", state)
     osl.convert(tmp_path / "stock", tmp_path / "there", format=middle)
     if middle == "orbax":
-        found = restore_standard(tmp_path / "there")
+        restored = restore_standard(tmp_path / "there")
     else:
-        found = osl.load(tmp_path / "there")
+        restored = osl.load(tmp_path / "there")
         tensors = raw_tensors(tmp_path / "there")
         assert "params.w" in tensors
     if write is write_v1:
-        assert found.pop("text") == "x"
+        assert restored.pop("text") == "x"
     np.testing.assert_array_equal(
-        np.asarray(found["params"]["w"]), np.asarray(state["params"]["w"])
+        np.asarray(restored["params"]["w"]), np.asarray(state["params"]["w"])
     )
-    np.testing.assert_array_equal(found["list"][0], np.arange(3))
-    assert found["list"][1:] == [7, 2.5]
-    assert (found["none"], found["step"]) == (None, 12)
-    assert found["key"].dtype == state["key"].dtype
-    assert (jax.random.key_data(found["key"]) == jax.random.key_data(state["key"])).all()
+    np.testing.assert_array_equal(restored["list"][0], np.arange(3))
+    assert restored["list"][1:] == [7, 2.5]
+    assert (restored["none"], restored["step"]) == (None, 12)
+    assert restored["key"].dtype == state["key"].dtype
+    assert (jax.random.key_data(restored["key"]) == jax.random.key_data(state["key"])).all()
 
 
 def test_a_step_is_found_and_kept(tmp_path, state):
@@ -247,10 +247,10 @@ def test_dtype(tmp_path, hf, weights):
         name: value.astype(np.float32) if value.dtype.kind not in "ib" else value
         for name, value in weights.items()
     }
-    for found in (restore_standard(tmp_path / "orbax"), osl.load(tmp_path / "copy"),
+    for loaded in (restore_standard(tmp_path / "orbax"), osl.load(tmp_path / "copy"),
                   osl.load(tmp_path / "pieces")):  # fmt: skip
         for name, value in expected.items():
-            np.testing.assert_array_equal(np.asarray(found[name]), value, strict=True)
+            np.testing.assert_array_equal(np.asarray(loaded[name]), value, strict=True)
 
 
 LAYERS = osl.Mapping(
@@ -363,12 +363,12 @@ def test_cut_across_the_rows_of_the_source_each_byte_is_read_once(tmp_path, budg
     read = sum(stop - start for _, start, stop in storage.tensor_ranges())
     total = sum(value.nbytes for value in weights.values())
     assert total <= read <= 1.05 * total
-    found = restore_standard(tmp_path / "orbax")
+    restored = restore_standard(tmp_path / "orbax")
     if mapped:
         expected = np.stack([weights[f"layers.{n}.w"].T for n in range(3)], 1)
-        assert_same_bits(found["layers"], expected)
+        assert_same_bits(restored["layers"], expected)
     else:
-        assert bits(found) == bits(weights)
+        assert bits(restored) == bits(weights)
     assert sorted(os.listdir(tmp_path)) == ["hf", "orbax"]
     osl.convert(
         tmp_path / "orbax",
@@ -386,7 +386,7 @@ def test_chunks_larger_than_memory_are_refused(tmp_path):
     assert os.listdir(tmp_path) == ["stock"]
 
 
-def test_what_can_not_be_held_is_refused_before_a_byte_is_written(tmp_path):
+def test_what_cannot_be_held_is_refused_before_a_byte_is_written(tmp_path):
     six = np.arange(16, dtype=np.uint8).view(ml_dtypes.float6_e2m3fn)
     osl.save(tmp_path / "f6", {"a": six, "b": {"c": six}, "d": np.zeros(3)})
     with pytest.raises(osl.UnsupportedDtypeError, match=r"float6_e2m3fn.*'a', 'b.c'"):
@@ -423,10 +423,10 @@ def test_packed_elements_stay_packed(tmp_path, kind):
     osl.convert(tmp_path / "to", tmp_path / "pieces", format="sharded", options=SMALL)
     assert raw_tensors(tmp_path / "to")["a"].code == "F4"
     for name in ("to", "pieces"):
-        found = osl.load(tmp_path / name)
-        assert found["a"].dtype == four.dtype
-        np.testing.assert_array_equal(found["a"].view(np.uint8), four.view(np.uint8))
-        np.testing.assert_array_equal(found["n"].astype(np.int8), np.arange(-8, 8, dtype=np.int8))
+        loaded = osl.load(tmp_path / name)
+        assert loaded["a"].dtype == four.dtype
+        np.testing.assert_array_equal(loaded["a"].view(np.uint8), four.view(np.uint8))
+        np.testing.assert_array_equal(loaded["n"].astype(np.int8), np.arange(-8, 8, dtype=np.int8))
 
 
 def test_companions(tmp_path, hf):
@@ -601,13 +601,13 @@ def test_from_the_hub(tmp_path, hf, weights, monkeypatch):
 
 
 def test_what_stands_at_the_target(tmp_path, hf, weights):
-    one = save(tmp_path / "one", {"a": np.zeros(3, np.float32)})
-    (one / "README.md").write_text("mine")
+    single = save(tmp_path / "one", {"a": np.zeros(3, np.float32)})
+    (single / "README.md").write_text("mine")
     with pytest.raises(osl.CheckpointExistsError, match="is there already"):
-        osl.convert(hf, one, format="hf")
-    osl.convert(hf, one, format="hf", overwrite=True)
-    assert bits(osl.load(one)) == bits(weights)
-    assert (one / "README.md").read_text() == "mine"
+        osl.convert(hf, single, format="hf")
+    osl.convert(hf, single, format="hf", overwrite=True)
+    assert bits(osl.load(single)) == bits(weights)
+    assert (single / "README.md").read_text() == "mine"
     osl.convert(hf, tmp_path / "orbax")
     with pytest.raises(osl.CheckpointExistsError):
         osl.convert(hf, tmp_path / "orbax")
@@ -652,6 +652,6 @@ def test_leaves_that_take_no_array_of_an_orbax_source(tmp_path):
         [osl.rule("w", osl.tensor("w")), osl.rule("zeros", osl.fill((4, 2), 0, "float32"))]
     )
     osl.convert(tmp_path / "stock", tmp_path / "to", format="hf", mapping=mapping, inverse=False)
-    found = osl.load(tmp_path / "to")
-    np.testing.assert_array_equal(found["w"], np.arange(6.0))
-    np.testing.assert_array_equal(found["zeros"], np.zeros((4, 2), np.float32))
+    loaded = osl.load(tmp_path / "to")
+    np.testing.assert_array_equal(loaded["w"], np.arange(6.0))
+    np.testing.assert_array_equal(loaded["zeros"], np.zeros((4, 2), np.float32))

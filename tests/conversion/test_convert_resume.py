@@ -49,13 +49,13 @@ def values_at(target, form):
 
 
 def finished_reads(log):
-    """What was read for groups that are recorded as finished."""
+    """Return what was read for groups that are recorded as finished."""
     last = max((n for n, line in enumerate(log) if line[0] == "recorded"), default=-1)
     return {tuple(map(str, line[1:])) for line in log[: last + 1] if line[0] == "read"}
 
 
 def reads(log):
-    """What was read of arrays, before anything was read back to be compared."""
+    """Return what was read of arrays, before anything was read back to be compared."""
     end = [n for n, line in enumerate(log) if line[0] == "committed"]
     part = log if not end else log[: end[0]]
     return [tuple(map(str, line[1:])) for line in part if line[0] == "read"]
@@ -91,8 +91,8 @@ def test_killed_and_continued(fork_server, tmp_path, source, form):
     assert runs > 2
     assert done
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
-    found = values_at(target, form)
-    assert {name: np.asarray(value).tobytes() for name, value in found.items()} == {
+    values = values_at(target, form)
+    assert {name: np.asarray(value).tobytes() for name, value in values.items()} == {
         name: value.tobytes() for name, value in WEIGHTS.items()
     }
 
@@ -178,7 +178,7 @@ def test_far_less_memory_than_a_conversion_began_with_is_refused(fork_server, tm
 
 
 def test_a_mapping_that_differs_late_in_a_long_list_is_another(tmp_path):
-    """What such a list is in messages leaves out most of it."""
+    """Messages leave out most of such a list."""
     layers = {f"layers.{n}": np.full((64, 32), n, np.float32) for n in range(12)}
     source = save(tmp_path / "source", layers, files=2)
     convert = functools.partial(osl.convert, source, tmp_path / "target", format="hf")
@@ -273,9 +273,9 @@ def test_ended_while_it_was_published(tmp_path, form, overwrite, after):
     ends_while_publishing(source, target, after=after, **same)
     done = osl.convert(source, target, **same)
     assert done.resumed_bytes == done.nbytes
-    found = values_at(target, form)
+    values = values_at(target, form)
     for name, value in WEIGHTS.items():
-        assert np.asarray(found[name]).tobytes() == (-value if overwrite else value).tobytes()
+        assert np.asarray(values[name]).tobytes() == (-value if overwrite else value).tobytes()
     assert sorted(os.listdir(tmp_path)) == ["source", "target"]
 
 
@@ -298,9 +298,9 @@ def test_an_old_checkpoint_is_put_back_where_names_are_not_exchanged(tmp_path):
     target = save(tmp_path / "target", {"old": np.arange(3)})
     rename = os.rename
 
-    def ends(one, other):
-        rename(one, other)
-        if one == str(target):
+    def ends(first, other):
+        rename(first, other)
+        if first == str(target):
             raise KeyboardInterrupt
 
     with (

@@ -49,9 +49,9 @@ class Place:
         """Which version a reader finds, if any; every bit of it."""
         if not osl.verify(self.target).ok:
             return "not whole"
-        found = osl.load(self.target)
-        version = int(found["layers.0.w"][0, 0]) // 1000
-        assert {name: np.asarray(value).tobytes() for name, value in found.items()} == {
+        loaded = osl.load(self.target)
+        version = int(loaded["layers.0.w"][0, 0]) // 1000
+        assert {name: np.asarray(value).tobytes() for name, value in loaded.items()} == {
             name: value.tobytes() for name, value in layers_of(version).items()
         }
         return version
@@ -111,10 +111,10 @@ def kills_of_conversions(place, what, points):
 
 def problems(place, versions):
     try:
-        found = place.versions()
+        version = place.versions()
     except osl.SafetensorsLayoutError as error:
         return [f"{type(error).__name__}: {error}"]
-    return [] if found in versions else [f"found {found}, not {versions}"]
+    return [] if version in versions else [f"found {version}, not {versions}"]
 
 
 @pytest.mark.parametrize("exchange", [True, False])

@@ -28,20 +28,20 @@ RETRIES = osl.RetryPolicy(attempts=4, base_seconds=0.001, max_seconds=0.01, atte
 
 
 def outcome(call):
-    """What a call returns, or the error that it raises; fails where it hangs."""
-    found = []
+    """Return what a call returns, or the error that it raises; fails where it hangs."""
+    ends = []
 
     def run():
         try:
-            found.append(call())
+            ends.append(call())
         except BaseException as error:
-            found.append(error)
+            ends.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(LIMIT_SECONDS)
     assert not thread.is_alive(), "it hangs"
-    return found[0]
+    return ends[0]
 
 
 def is_clear(error):
@@ -65,12 +65,12 @@ def wanted(seed):
     }
 
 
-def check_loaded(found):
+def check_loaded(loaded):
     """Whether a load went well; it must have, or else have failed clearly."""
-    if isinstance(found, BaseException):
-        return not is_clear(found)
+    if isinstance(loaded, BaseException):
+        return not is_clear(loaded)
     for name, value in TENSORS.items():
-        assert_same_bits(np.asarray(found[name]), value)
+        assert_same_bits(np.asarray(loaded[name]), value)
     return True
 
 
@@ -102,8 +102,8 @@ def save_through(folder, seed):
     )
     options = osl.WriteOptions(max_file_bytes=40_000, layout=shares.choice(["hf", "sharded"]))
     with serving(storage):
-        found = outcome(lambda: osl.save(target, new, options=options, overwrite=True))
-    if found is None:
+        ending = outcome(lambda: osl.save(target, new, options=options, overwrite=True))
+    if ending is None:
         loaded = osl.load(target)
         assert loaded["step"] == 2
         return check_loaded({name: loaded[name] for name in TENSORS})
@@ -111,7 +111,7 @@ def save_through(folder, seed):
     assert set(loaded) == {"a", "step"}
     np.testing.assert_array_equal(loaded["a"], old["a"])
     assert os.listdir(folder) == [str(seed)]
-    return not is_clear(found)
+    return not is_clear(ending)
 
 
 def run_seeds(run, seeds):
@@ -191,13 +191,13 @@ def test_saves_to_a_failing_server(place, monkeypatch, seeds):
         error = outcome(lambda: osl.save(target, new, options=options, overwrite=True))
         place.server.fail()
         if error is None:
-            found = osl.load(target)
-            assert all(np.array_equal(found[name], new[name]) for name in new)
+            loaded = osl.load(target)
+            assert all(np.array_equal(loaded[name], new[name]) for name in new)
             return True
         try:
-            found = osl.load(target)
-            kept = old if "a" in found else new
-            assert all(np.array_equal(found[name], kept[name]) for name in kept)
+            loaded = osl.load(target)
+            kept = old if "a" in loaded else new
+            assert all(np.array_equal(loaded[name], kept[name]) for name in kept)
         except (osl.FormatError, osl.CheckpointNotFoundError):
             pass  # it failed between the deletion of the old and the end of the copying
         return not is_clear(error)

@@ -33,14 +33,14 @@ def tree_of(version):
 
 def versions_in(tree):
     """Each value's version; values of one array that differ count, too."""
-    found = {int(tree["step"]), int(tree["name"].split()[1])}
+    versions = {int(tree["step"]), int(tree["name"].split()[1])}
     for layer in tree["layers"]:
-        found |= {int(value) for value in np.unique(np.asarray(layer["w"]))}
-    return found
+        versions |= {int(value) for value in np.unique(np.asarray(layer["w"]))}
+    return versions
 
 
 def outcome(load):
-    """What a load gives, or "told" where it says that the checkpoint is being replaced."""
+    """Return what a load gives, or "told" where it says that the checkpoint is being replaced."""
     try:
         return load()
     except osl.StorageError as error:
@@ -101,7 +101,7 @@ def test_a_save_at_each_moment_of_a_load(tmp_path, monkeypatch, before, after, e
         calls = max(calls, between.calls if number == 0 else 0)
         number += 1
     assert len(outcomes) > 10
-    assert [one for one in outcomes if one not in ({1}, {2}, "told")] == []
+    assert [result for result in outcomes if result not in ({1}, {2}, "told")] == []
     assert {1} in outcomes
     assert {2} in outcomes
 
@@ -111,9 +111,9 @@ def test_files_that_another_program_replaces_one_by_one(tmp_path, monkeypatch):
     folder = tmp_path / "x"
     names = [f"model-{n:05}-of-00004.safetensors" for n in range(1, 5)]
 
-    def write(version, some=names):
+    def write(version, chosen=names):
         for number, name in enumerate(names):
-            if name in some:
+            if name in chosen:
                 value = {f"layers.{number}": np.full((ROWS, 100), version, np.float32)}
                 safetensors.numpy.save_file(value, tmp_path / "new")
                 os.replace(tmp_path / "new", folder / name)
@@ -125,7 +125,7 @@ def test_files_that_another_program_replaces_one_by_one(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             Between(patch, number, lambda: write(2))
             outcomes.append(outcome(lambda: {int(v.max()) for v in osl.load(folder).values()}))
-    assert [one for one in outcomes if one not in ({1}, {2}, "told")] == []
+    assert [result for result in outcomes if result not in ({1}, {2}, "told")] == []
     assert {2} in outcomes
     assert "told" in outcomes
 
@@ -154,7 +154,7 @@ def overlap(folder, way, seconds):
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         try:
-            found = versions_in(osl.load(folder))
+            versions = versions_in(osl.load(folder))
         except osl.StorageError as error:
             counts["told"] += 1
             if "Load again" not in str(error):
@@ -163,8 +163,8 @@ def overlap(folder, way, seconds):
             wrong.append(f"{type(error).__name__}: {error}")
         else:
             counts["whole"] += 1
-            if len(found) != 1:
-                wrong.append(str(found))
+            if len(versions) != 1:
+                wrong.append(str(versions))
     saves = int(process.communicate()[0])
     return counts, saves, wrong
 

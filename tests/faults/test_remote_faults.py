@@ -71,9 +71,9 @@ def hub_run(folder, monkeypatch) -> Callable[[random.Random], str]:
             hub.add("org/model", folder)
             hub.uses = rng.choice([1, 3, 1_000])
             hub.hub.faults = hub.cdn.faults = seeded_faults(rng)
-            found = outcome(lambda: osl.load("hf://org/model", options=OPTIONS))
+            ending = outcome(lambda: osl.load("hf://org/model", options=OPTIONS))
             huggingface_hub.close_session()
-            return found
+            return ending
 
     return run
 
@@ -83,8 +83,8 @@ def web_run(folder) -> Callable[[random.Random], str]:
         with file_server(folder) as server:
             server.faults = seeded_faults(rng)
             path = f"{server.url.replace('//', '//me:pass%20word@')}/files?sig=secret"
-            found = outcome(lambda: osl.load(path, options=OPTIONS))
-            return found
+            ending = outcome(lambda: osl.load(path, options=OPTIONS))
+            return ending
 
     return run
 
@@ -111,7 +111,7 @@ def test_web_server_that_fails_in_many_ways(folder):
 
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 def test_one_fault_of_each_kind(folder, fault):
-    """What passes once is tried again; what shows another file, or a server of no use, is told."""
+    """Faults that pass are tried again; another file, or a server of no use, is an error."""
     lasting = {"403", "404", "other size", "other etag", "ignored range", "encoded"}
     faults = iter([fault])
     lock = threading.Lock()
@@ -122,5 +122,5 @@ def test_one_fault_of_each_kind(folder, fault):
 
     with file_server(folder) as server:
         server.faults = once
-        found = outcome(lambda: osl.load(f"{server.url}/files", options=OPTIONS))
-        assert found == ("error" if fault in lasting else "equal")
+        ending = outcome(lambda: osl.load(f"{server.url}/files", options=OPTIONS))
+        assert ending == ("error" if fault in lasting else "equal")

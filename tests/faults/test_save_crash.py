@@ -43,10 +43,10 @@ def expected(version, rows=50):
 
 def version_of(folder: Path) -> int:
     """Which version stands there, every bit of it, with its index, and with what is the user's."""
-    found = raw_tensors(folder)
-    version = found["odd"].shape[0] - 3
-    rows = found["layers.0.w"].shape[0]
-    assert {name: raw.data for name, raw in found.items()} == {
+    stored = raw_tensors(folder)
+    version = stored["odd"].shape[0] - 3
+    rows = stored["layers.0.w"].shape[0]
+    assert {name: raw.data for name, raw in stored.items()} == {
         name: value.tobytes() for name, value in expected(version, rows).items()
     }
     assert (folder / "config.json").read_text() == "{}"
@@ -79,10 +79,10 @@ def test_killed_before_each_system_call(fork_server, folder):
     for number in range(calls):
         status, _, _ = save(fork_server, folder, version + 1, kill=number)
         assert status == -signal.SIGKILL
-        found = version_of(folder)
-        assert found in (version, version + 1)
-        seen.add(found - version)
-        version = found
+        standing = version_of(folder)
+        assert standing in (version, version + 1)
+        seen.add(standing - version)
+        version = standing
         if number % 5 == 0:  # else the next crash stands on the remains of this one
             assert save(fork_server, folder, version + 1)[0] == 0
             version += 1
@@ -104,13 +104,13 @@ def test_killed_at_any_moment(fork_server, folder):
         status, _, _ = save(
             fork_server, folder, version + 1, rows=rows, after_seconds=rng.uniform(0, 1.1 * seconds)
         )
-        found = version_of(folder)
-        assert found in (version, version + 1)
+        standing = version_of(folder)
+        assert standing in (version, version + 1)
         if status == 0:
-            assert found == version + 1
+            assert standing == version + 1
         else:
             killed += 1
-        version = found
+        version = standing
     assert killed > 5
     assert save(fork_server, folder, version + 1)[0] == 0
     assert version_of(folder) == version + 1
@@ -132,7 +132,7 @@ def test_a_first_save_that_is_killed_leaves_no_checkpoint(fork_server, tmp_path)
         assert os.listdir(target.parent) == ["x"]
 
 
-def test_killed_where_two_folders_can_not_be_exchanged(fork_server, folder):
+def test_killed_where_two_folders_cannot_be_exchanged(fork_server, folder):
     """As on NFS: for an instant nothing stands there, with both beside it."""
     status, calls, _ = save(fork_server, folder, 2, exchange=False)
     assert status == 0

@@ -54,25 +54,25 @@ class Run:
         ]  # fmt: skip
 
     def check(self, ended: list[Ended]) -> None:
-        """What stands there is what stood there, or the next step, complete."""
+        """Checks that the folder has what it had, or the next step, complete."""
         steps = [int(name) for name in os.listdir(self.root) if name.isdigit()]
         latest = max(steps, default=None)
         assert latest in (self.step, self.next_step)
-        for one in ended:
-            for said in one.said:
+        for child in ended:
+            for said in child.said:
                 if isinstance(said, dict):
                     assert said == {"latest": self.step, "same": True}
                 elif said == "saved":
                     assert latest == self.next_step
             # An error is no more than what a process meets when another has been killed.
-            statuses = [one.status for one in ended]
-            assert one.status <= 0 or any(map(killed, ended)), f"{statuses}\n{one.errors}"
+            statuses = [child.status for child in ended]
+            assert child.status <= 0 or any(map(killed, ended)), f"{statuses}\n{child.errors}"
         self.kills += any(map(killed, ended))
         self.outcomes.add("new" if latest == self.next_step else "old")
         self.step = latest
         if latest is not None and self._arguments["layout"] == "hf":
-            found = opened(self.root / str(latest) / "state")
-            assert {name: value.tobytes() for name, value in found.items()} == {
+            stored = opened(self.root / str(latest) / "state")
+            assert {name: value.tobytes() for name, value in stored.items()} == {
                 f"params.{name}": value.tobytes() for name, value in values_of(latest).items()
             }
 
@@ -80,13 +80,13 @@ class Run:
         """The next step was saved, and nothing of crashes is left; how many calls that took."""
         before = self.next_step
         self.check(ended)
-        for one in ended:
-            assert one.status == 0, one.errors
+        for child in ended:
+            assert child.status == 0, child.errors
         assert self.step == before
         left = [path.name for path in self.root.rglob("*") if "tmp" in path.name]
         left += [path.name for path in self.root.rglob("*") if path.name.endswith(".partial")]
         assert left == []
-        return min(one.said[-1] for one in ended)
+        return min(child.said[-1] for child in ended)
 
 
 def killed(ended: Ended) -> bool:
@@ -197,7 +197,7 @@ def test_one_of_many_processes_is_killed_at_many_moments(fork_server, tmp_path):
                     for child in run.children(kill, heartbeat=10)
                 ]
             )
-            assert max(one.seconds for one in ended) < 60
+            assert max(ending.seconds for ending in ended) < 60
             for number, run in enumerate(runs):
                 run.check(ended[number * processes :][:processes])
 
@@ -209,8 +209,8 @@ def test_a_full_disk(fork_server, tmp_path, api, processes):
     run = Run(tmp_path, api, "hf", processes)
     run.check_saved(fork_server.run(run.children()))
     ended = fork_server.run(run.children(full=True))
-    for one in ended:
-        (error,) = [said for said in one.said if isinstance(said, str) and said != "saved"]
+    for child in ended:
+        (error,) = [said for said in child.said if isinstance(said, str) and said != "saved"]
         assert error.startswith(("StorageError", "PeerError"))
         assert "File too large" in error
     run.check_saved(ended)
@@ -220,10 +220,10 @@ def test_a_full_disk(fork_server, tmp_path, api, processes):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_small_disk(tmp_path, processes):
     """A real file system of 6 MB, which holds the first step and not the second."""
-    found = json.loads(
+    report = json.loads(
         run_alone("run_save_steps_small_disk.py", tmp_path, processes, mount=("6m", tmp_path))
     )
-    for error, *after in found:
+    for error, *after in report:
         assert error.startswith(("StorageError", "PeerError"))
         assert "No space left" in error
         assert after == [0, True, 1]

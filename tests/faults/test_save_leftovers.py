@@ -1,4 +1,4 @@
-"""What saves leave beside a checkpoint when they are killed, or meet another one there."""
+"""Leftovers beside a checkpoint of saves that are killed, or meet another one there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_rest_of_a_later_save_is_removed_by_the_next_process(tmp_path):
 
 
 def test_a_folder_that_a_later_save_left_beside_its_place_is_put_back(tmp_path):
-    """Where two folders can not be exchanged, as on NFS."""
+    """Where two folders cannot be exchanged, as on NFS."""
     run(tmp_path / "x", "die at rename 2")
     assert run(tmp_path / "x", "save") == "saved"
     assert_saved(tmp_path / "x", tensors(3.0))

@@ -40,15 +40,15 @@ any_names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 @st.composite
 def new_tensors(draw, names=any_names, max_size=12):
-    found = []
+    entries = []
     for name in draw(st.lists(names, unique=True, max_size=max_size)):
         dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
         shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 16, 64, 100]), max_size=4))
         if dtype.packed:
             shape = [*shape, 8]
         if math.prod(shape) * dtype.bits // 8 <= 1 << 20 and name != "__metadata__":
-            found.append(NewTensor(name, dtype, tuple(shape)))
-    return found
+            entries.append(NewTensor(name, dtype, tuple(shape)))
+    return entries
 
 
 @given(st.lists(names, unique=True, max_size=12), st.randoms(use_true_random=False))
@@ -84,9 +84,9 @@ def test_files_are_filled_in_order(tensors, limit, random):
     )
     for _, group in files:
         assert sum(t.nbytes for t in group) <= limit or len(group) == 1
-    for (_, one), (_, following) in itertools.pairwise(files):
-        assert one
-        assert sum(t.nbytes for t in one) + following[0].nbytes > limit
+    for (_, group), (_, following) in itertools.pairwise(files):
+        assert group
+        assert sum(t.nbytes for t in group) + following[0].nbytes > limit
     if len(files) == 1:
         assert files[0][0] == "model.safetensors"
     else:
@@ -150,10 +150,10 @@ def check(layout: FileLayout, tensors, metadata, file) -> None:
         assert opened.metadata() == (dict(metadata) or None)
     raw = dict(safetensors.deserialize(file.read_bytes()))
     for entry in layout.tensors:
-        found = raw[entry.name]
-        assert found["dtype"] == entry.dtype.code
-        assert tuple(found["shape"]) == entry.shape
-        assert found["data"] == body[entry.start - data_start : entry.stop - data_start]
+        tensor = raw[entry.name]
+        assert tensor["dtype"] == entry.dtype.code
+        assert tuple(tensor["shape"]) == entry.shape
+        assert tensor["data"] == body[entry.start - data_start : entry.stop - data_start]
 
 
 @given(tensors=new_tensors(), metadata=st.dictionaries(any_names, any_names, max_size=3))
@@ -168,9 +168,9 @@ def test_files_keep_their_promises(tmp_path_factory, tensors, metadata):
 def test_the_bytes_do_not_depend_on_the_order_of_the_tree(tensors, limit, random):
     shuffled = list(tensors)
     random.shuffle(shuffled)
-    one, other = split(tensors, limit), split(shuffled, limit)
-    assert index_bytes(one) == index_bytes(other)
-    for (name, group), (_, again) in zip(one, other, strict=True):
+    files, other = split(tensors, limit), split(shuffled, limit)
+    assert index_bytes(files) == index_bytes(other)
+    for (name, group), (_, again) in zip(files, other, strict=True):
         assert lay_out(name, group, {}) == lay_out(name, again, {})
 
 
@@ -259,7 +259,7 @@ def test_the_index_lists_every_tensor(tensors, limit):
 
 
 def test_the_index_is_the_one_of_huggingface_hub(tmp_path):
-    """Of which `transformers` writes the same, with `total_parameters` besides."""
+    """`transformers` writes the same, with `total_parameters` besides."""
     torch_free = {f"model.layers.{n}.weight": np.zeros(n + 1, np.float32) for n in range(12)}
     theirs = huggingface_hub.split_state_dict_into_shards_factory(
         torch_free,

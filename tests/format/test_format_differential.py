@@ -226,21 +226,21 @@ def is_documented_refusal(data: bytes) -> bool:
 
 
 def check(data: bytes) -> str:
-    mine, reference = ours(data), theirs(data)
-    if isinstance(mine, FormatError):
-        assert mine.file == "f"
+    header, reference = ours(data), theirs(data)
+    if isinstance(header, FormatError):
+        assert header.file == "f"
         if isinstance(reference, Exception):
             return "refused"
-        assert is_documented_refusal(data), (data, mine, reference)
+        assert is_documented_refusal(data), (data, header, reference)
         return "documented refusal"
-    assert not isinstance(reference, Exception), (data, mine, reference)
-    assert set(mine.tensors) == {name for name, _ in reference}, data
+    assert not isinstance(reference, Exception), (data, header, reference)
+    assert set(header.tensors) == {name for name, _ in reference}, data
     for name, tensor in reference:
-        found = mine.tensors[name]
-        assert found.name == name
-        assert (found.dtype.code, list(found.shape)) == (tensor["dtype"], tensor["shape"]), data
-        assert data[found.start : found.stop] == bytes(tensor["data"]), data
-        assert found.nbytes == len(tensor["data"]), data
+        entry = header.tensors[name]
+        assert entry.name == name
+        assert (entry.dtype.code, list(entry.shape)) == (tensor["dtype"], tensor["shape"]), data
+        assert data[entry.start : entry.stop] == bytes(tensor["data"]), data
+        assert entry.nbytes == len(tensor["data"]), data
     return "accepted"
 
 
@@ -264,19 +264,19 @@ def test_agrees_with_safe_open(tmp_path: pathlib.Path) -> None:
         path = tmp_path / f"{number % 8}.safetensors"
         path.unlink(missing_ok=True)
         path.write_bytes(data)
-        mine = ours(data)
+        header = ours(data)
         try:
             with safetensors.safe_open(path, "np") as file:
-                if isinstance(mine, FormatError):
-                    assert is_documented_refusal(data), (data, mine)
+                if isinstance(header, FormatError):
+                    assert is_documented_refusal(data), (data, header)
                     continue
-                assert mine.metadata == (file.metadata() or {}), data
-                assert set(mine.tensors) == set(file.keys()), data
+                assert header.metadata == (file.metadata() or {}), data
+                assert set(header.tensors) == set(file.keys()), data
                 # Tensors of no bytes may share an offset, where the order is arbitrary.
-                starts = [mine.tensors[name].start for name in file.offset_keys()]
-                assert starts == [tensor.start for tensor in mine.tensors.values()], data
+                starts = [header.tensors[name].start for name in file.offset_keys()]
+                assert starts == [tensor.start for tensor in header.tensors.values()], data
                 outcomes["accepted"] += 1
         except safetensors.SafetensorError:
-            assert isinstance(mine, FormatError), (data, mine)
+            assert isinstance(header, FormatError), (data, header)
             outcomes["refused"] += 1
     assert min(outcomes["accepted"], outcomes["refused"]) > 60

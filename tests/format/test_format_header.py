@@ -540,7 +540,7 @@ def test_entries_and_metadata_longer_than_what_is_read_at_once() -> None:
     header = parse(file_bytes({"__metadata__": metadata, **entries}, b"\0\0"))
     assert header.metadata == metadata
     assert set(header.tensors) == set(entries)
-    assert {name: list(found.shape) for name, found in header.tensors.items()} == {
+    assert {name: list(tensor.shape) for name, tensor in header.tensors.items()} == {
         name: raw["shape"] for name, raw in entries.items()
     }
 

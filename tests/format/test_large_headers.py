@@ -114,7 +114,7 @@ def test_thirty_headers_of_99_megabytes(tmp_path, action, size):
         os.link(first, tmp_path / f"{number}.safetensors")
     command = [sys.executable, program_path("large_headers.py"), action, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    found, peak = run.stdout.splitlines()
-    print(action, size, peak, found)
-    assert found == "False" or "more than 8192 characters" in found or "Duplicate" in found
+    result, peak = run.stdout.splitlines()
+    print(action, size, peak, result)
+    assert result == "False" or "more than 8192 characters" in result or "Duplicate" in result
     assert int(peak) * 1024 < 1_500_000_000

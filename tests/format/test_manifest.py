@@ -89,21 +89,21 @@ def refused_tree(nodes: str) -> InvalidManifestError:
 
 def test_everything_comes_back() -> None:
     data = FULL.to_json()
-    found = parse(data)
-    assert found == FULL
-    assert repr(found) == repr(FULL)  # `==` takes 1 for True
-    assert found.to_json() == data
+    parsed = parse(data)
+    assert parsed == FULL
+    assert repr(parsed) == repr(FULL)  # `==` takes 1 for True
+    assert parsed.to_json() == data
     assert data.count(b"\n") == 8
     json.loads(data)
 
 
 def test_pieces_come_back() -> None:
     manifest = Manifest("sharded", pieces=PIECES)
-    found = parse(manifest.to_json())
-    assert found == manifest
-    assert found.pieces is not None
-    assert found.pieces.boxes("w")[1].box == Box((2, 0), (4, 4))
-    assert isinstance(found.pieces.tensors["w"], StoredTensor)
+    parsed = parse(manifest.to_json())
+    assert parsed == manifest
+    assert parsed.pieces is not None
+    assert parsed.pieces.boxes("w")[1].box == Box((2, 0), (4, 4))
+    assert isinstance(parsed.pieces.tensors["w"], StoredTensor)
 
 
 def test_the_least_manifest() -> None:
@@ -604,8 +604,8 @@ def test_92_000_leaves(boxed: bool) -> None:
         ),
     )
     data = manifest.to_json()
-    found = parse(data)
-    assert found == manifest
-    assert found.tree is not None
-    assert sum(1 for _ in leaves(found.tree)) == 92_000
+    parsed = parse(data)
+    assert parsed == manifest
+    assert parsed.tree is not None
+    assert sum(1 for _ in leaves(parsed.tree)) == 92_000
     # 0.3 s and 0.7 s (boxed 0.9 s) on the machine where this was written, with 2 cores.

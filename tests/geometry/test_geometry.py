@@ -74,11 +74,11 @@ def test_grids_of_equal_boxes_tile_to_one(dims, data):
         )
         for cell in data.draw(st.permutations(cells))
     ]
-    (found,) = tile(boxes)
-    assert found.grid == grid
-    assert found.box == Box.whole(tuple(g * n for g, n in dims))
-    assert found.member_shape == member
-    for number, cell in zip(found.members, cells, strict=True):
+    (tiling,) = tile(boxes)
+    assert tiling.grid == grid
+    assert tiling.box == Box.whole(tuple(g * n for g, n in dims))
+    assert tiling.member_shape == member
+    for number, cell in zip(tiling.members, cells, strict=True):
         assert boxes[number].start == tuple(c * n for c, n in zip(cell, member, strict=True))
 
 
@@ -87,8 +87,8 @@ def test_tiles_cover_each_box_once(cells):
     boxes = [Box((2 * i, 3 * j), (2 * i + 2, 3 * j + 3)) for i, j in sorted(cells)]
     tiles = tile(boxes)
     assert sorted(m for t in tiles for m in t.members) == list(range(len(boxes)))
-    for found in tiles:
-        assert cover([boxes[m] for m in found.members], found.box)
+    for tiling in tiles:
+        assert cover([boxes[m] for m in tiling.members], tiling.box)
 
 
 @settings(deadline=None)
@@ -110,16 +110,16 @@ def test_slabs_are_a_tile_in_its_order(dims, most, group):
     whole = Box.whole(tuple(g * n for g, n in dims))
     numbers = np.arange(whole.size).reshape(whole.shape)
     slabs = [*Tile(whole, grid, tuple(range(len(boxes)))).slabs(most, group)]
-    found = []
+    covered = []
     for slab in slabs:
-        assert len(found) % group == 0 or len(slabs) == 1
-        found += numbers[slab.box.slices].ravel().tolist()
+        assert len(covered) % group == 0 or len(slabs) == 1
+        covered += numbers[slab.box.slices].ravel().tolist()
         parts = [boxes[n].intersect(slab.box) for n in slab.members]
         assert {part.shape for part in parts} == {slab.member_shape}
         assert cover(parts, slab.box)
         assert parts == sorted(parts)
         assert slab.box.size <= most or group > 1
-    assert found == list(range(whole.size))
+    assert covered == list(range(whole.size))
 
 
 def test_overlapping_boxes_stay_alone():

@@ -35,8 +35,8 @@ def any_values(data, case):
             expr, array = expr.scale(0.3), array * np.asarray(0.3).astype(array.dtype)
         else:
             expr, array = expr.add(3), array + np.asarray(3).astype(array.dtype)
-    wanted = data.draw(st.sampled_from([array.dtype, array.dtype, np.dtype(np.float16)]))
-    return expr, array, wanted
+    asked = data.draw(st.sampled_from([array.dtype, array.dtype, np.dtype(np.float16)]))
+    return expr, array, asked
 
 
 def check_any_load(data, folder):
@@ -44,25 +44,25 @@ def check_any_load(data, folder):
     case = data.draw(cases(ALL_OPS, depth=4))
     tensors = {name: np.asarray(array) for name, array in case.tensors.items()}
     save(folder, tensors, files=data.draw(st.integers(1, 2)) if len(tensors) > 1 else 1)
-    expr, value, wanted = any_values(data, case)
+    expr, value, asked = any_values(data, case)
     mapping = osl.Mapping([osl.rule("leaf", expr)], strict=False)
     options = osl.ReadOptions(
         request_bytes=data.draw(st.sampled_from([None, 4, 40, 1000])),
         memory_budget_bytes=data.draw(st.sampled_from([1, 5000, 1 << 26])),
         mmap=data.draw(st.booleans()),
     )
-    found = osl.load(folder, mapping=mapping, options=options)["leaf"]
-    assert_same_bits(found, value)
-    found = osl.load(folder, {"leaf": np.empty(value.shape, wanted)}, mapping=mapping)["leaf"]
-    assert_same_bits(found, value.astype(wanted))
-    if wanted.itemsize > 4:
-        wanted = np.dtype(
+    loaded = osl.load(folder, mapping=mapping, options=options)["leaf"]
+    assert_same_bits(loaded, value)
+    loaded = osl.load(folder, {"leaf": np.empty(value.shape, asked)}, mapping=mapping)["leaf"]
+    assert_same_bits(loaded, value.astype(asked))
+    if asked.itemsize > 4:
+        asked = np.dtype(
             np.float32
         )  # what JAX has without x64; 64 bits that do not fit are refused
-    leaf = jax.ShapeDtypeStruct(value.shape, wanted, sharding=any_sharding(data, value.shape))
-    found = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=options)["leaf"]
-    assert found.sharding == leaf.sharding
-    assert_same_bits(np.asarray(found), value.astype(wanted))
+    leaf = jax.ShapeDtypeStruct(value.shape, asked, sharding=any_sharding(data, value.shape))
+    loaded = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=options)["leaf"]
+    assert loaded.sharding == leaf.sharding
+    assert_same_bits(np.asarray(loaded), value.astype(asked))
 
 
 @settings(max_examples=150, deadline=None)
@@ -90,8 +90,8 @@ def test_any_expression_of_tensors_that_are_stored_in_pieces(tmp_path_factory, d
     mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
     value = np.asarray(case.array)
     leaf = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=any_sharding(data, value.shape))
-    found = osl.load(folder, {"leaf": leaf}, mapping=mapping)["leaf"]
-    assert_same_bits(np.asarray(found), value)
+    loaded = osl.load(folder, {"leaf": leaf}, mapping=mapping)["leaf"]
+    assert_same_bits(np.asarray(loaded), value)
 
 
 def test_processes_read_their_own_pieces_through_a_mapping(tmp_path):
@@ -118,13 +118,16 @@ def reference(tensors):
 
     q = [t.reshape(HEADS, HEAD_DIM, WIDTH).transpose(2, 0, 1) for t in of("q_proj")]
     experts = [[of(f"experts.{e}.down")[i].T for e in range(3)] for i in range(LAYERS)]
-    found = {"layers.q": np.stack(q, 1), "layers.experts": np.stack(list(map(np.stack, experts)))}
+    expected_leaves = {
+        "layers.q": np.stack(q, 1),
+        "layers.experts": np.stack(list(map(np.stack, experts))),
+    }
     for i in range(LAYERS):
-        found[f"layers.{i}.gate"] = of("gate_up")[i][:, ::2]
-        found[f"layers.{i}.up"] = of("gate_up")[i][:, 1::2]
-        found[f"layers.{i}.norm"] = of("norm")[i] + BF16.type(1)
-    found["norm"] = tensors["model.norm.weight"].astype(np.float32) * np.float32(2)
-    return found
+        expected_leaves[f"layers.{i}.gate"] = of("gate_up")[i][:, ::2]
+        expected_leaves[f"layers.{i}.up"] = of("gate_up")[i][:, 1::2]
+        expected_leaves[f"layers.{i}.norm"] = of("norm")[i] + BF16.type(1)
+    expected_leaves["norm"] = tensors["model.norm.weight"].astype(np.float32) * np.float32(2)
+    return expected_leaves
 
 
 @pytest.mark.parametrize("split", SPECS)
@@ -137,9 +140,9 @@ def test_a_model_under_a_sharding(path, tensors, split):
         )
         for name, value in expected.items()
     }
-    found = osl.load(path, abstract, mapping=mapping())
+    loaded = osl.load(path, abstract, mapping=mapping())
     for name, value in expected.items():
-        assert_same_bits(np.asarray(found[name]), value)
+        assert_same_bits(np.asarray(loaded[name]), value)
 
 
 def test_a_shard_reads_its_own_bytes(path, tensors):
@@ -154,10 +157,10 @@ def test_a_shard_reads_its_own_bytes(path, tensors):
     cluster = jax.sharding.AbstractMesh((8,), ("x",))
     for process in range(8):
         sharding = NamedSharding(cluster, P(None, None, "x"))
-        mine = jax.ShapeDtypeStruct(struct.shape, BF16, sharding=sharding)
+        half = jax.ShapeDtypeStruct(struct.shape, BF16, sharding=sharding)
         cost = osl.plan_load(
             path,
-            {"layers.q": mine},
+            {"layers.q": half},
             mapping=mapping_of_q(),
             options=options,
             process_index=process,
@@ -183,10 +186,10 @@ def test_nested_trees_and_placeholders(path, tensors):
         },
         "norm": ...,
     }
-    found = osl.load(path, tree, mapping=mapping())
-    assert found["norm"] is ...
-    assert_same_bits(found["layers"]["1"]["norm"], expected["layers.1.norm"])
-    assert_same_bits(np.asarray(found["layers"]["experts"]), expected["layers.experts"])
+    loaded = osl.load(path, tree, mapping=mapping())
+    assert loaded["norm"] is ...
+    assert_same_bits(loaded["layers"]["1"]["norm"], expected["layers.1.norm"])
+    assert_same_bits(np.asarray(loaded["layers"]["experts"]), expected["layers.experts"])
 
 
 def test_a_placeholder_stands_for_all_below_it(path, tensors):
@@ -194,9 +197,9 @@ def test_a_placeholder_stands_for_all_below_it(path, tensors):
     for skipped in (..., {"q": ..., "experts": ..., **{str(i): ... for i in range(LAYERS)}}):
         tree = {"layers": skipped, "norm": np.zeros(shape, np.float32)}
         with recording() as storage:
-            found = osl.load(path, tree, mapping=mapping())
-        assert found["layers"] == skipped
-        assert_same_bits(found["norm"], reference(tensors)["norm"])
+            loaded = osl.load(path, tree, mapping=mapping())
+        assert loaded["layers"] == skipped
+        assert_same_bits(loaded["norm"], reference(tensors)["norm"])
         assert sum(b - a for _, a, b in storage.tensor_ranges()) == 2 * WIDTH
     boxed = {"layers": ..., "norm": nnx.Param(...)}
     assert osl.load(path, boxed, mapping=mapping())["layers"] is ...
@@ -207,8 +210,8 @@ def test_the_model_side(path, tensors):
     tree = mapping().abstract(path)
     assert set(tree) == {"layers", "norm"}
     assert tree["layers"]["0"]["gate"].shape == (WIDTH, WIDTH)
-    found = osl.load(path, tree, mapping=mapping())
-    assert_same_bits(np.asarray(found["layers"]["q"]), expected["layers.q"])
+    loaded = osl.load(path, tree, mapping=mapping())
+    assert_same_bits(np.asarray(loaded["layers"]["q"]), expected["layers.q"])
     described = osl.metadata(path, mapping=mapping())
     assert {name: value.shape for name, value in expected.items()} == {
         name: tensor.shape for name, tensor in described.items()
@@ -258,19 +261,19 @@ def test_tied_leaves_share_no_memory_that_can_be_written(tmp_path, kinds, name):
     mapping = osl.Mapping([osl.rule("l0", expr), *others])
     dtype = mapping.abstract(path)["l0"].dtype
     struct = jax.ShapeDtypeStruct((64, 16), dtype, sharding=SingleDeviceSharding(jax.devices()[0]))
-    wanted = {"host": np.zeros((64, 16), dtype), "device": struct}
-    found = osl.load(path, {f"l{n}": wanted[k] for n, k in enumerate(kinds)}, mapping=mapping)
+    abstract = {"host": np.zeros((64, 16), dtype), "device": struct}
+    loaded = osl.load(path, {f"l{n}": abstract[k] for n, k in enumerate(kinds)}, mapping=mapping)
     expected = value.astype(np.float32).astype(dtype)
     for number, kind in enumerate(kinds):
         if kind == "host":
-            found[f"l{number}"][:] = number + 2
+            loaded[f"l{number}"][:] = number + 2
     for number, kind in enumerate(kinds):
-        held = np.asarray(found[f"l{number}"])
+        held = np.asarray(loaded[f"l{number}"])
         assert_same_bits(held, expected if kind == "device" else np.full_like(held, number + 2))
     for number, kind in enumerate(kinds):  # memory that is given away is not the others'
         if kind == "device":
-            jax.jit(lambda x: x + 1, donate_argnums=0)(found.pop(f"l{number}")).block_until_ready()
-            for left in found.values():
+            jax.jit(lambda x: x + 1, donate_argnums=0)(loaded.pop(f"l{number}")).block_until_ready()
+            for left in loaded.values():
                 if isinstance(left, jax.Array):
                     assert_same_bits(np.asarray(left), expected)
 
@@ -300,15 +303,15 @@ def test_tied_leaves_are_read_once(tmp_path, kind, spec):
     tree = dict.fromkeys(("head", "embed", "again"), leaf)
     plan = osl.plan_load(path, tree, mapping=mapping)
     with recording() as storage:
-        found = osl.load(path, tree, mapping=mapping)
-    for array in found.values():
+        loaded = osl.load(path, tree, mapping=mapping)
+    for array in loaded.values():
         assert_same_bits(np.asarray(array), value)
     once = osl.plan_load(path, {"embed": leaf}, mapping=mapping)
     assert sum(b - a for _, a, b in storage.tensor_ranges()) == plan.cost().read_bytes
     assert plan.cost().read_bytes == once.cost().read_bytes
     if spec is None:
-        found["head"][...] = 0
-        assert_same_bits(found["embed"], value)
+        loaded["head"][...] = 0
+        assert_same_bits(loaded["embed"], value)
 
 
 @pytest.mark.parametrize("step", [1, -1])
@@ -332,5 +335,5 @@ def test_a_permutation_is_read_with_its_neighbours_in_the_file(tmp_path, shape, 
     cost = osl.plan_load(tmp_path, {"leaf": leaf}, mapping=mapping).cost()
     assert cost.read_bytes == cost.needed_bytes == value.nbytes
     assert cost.requests <= 16
-    found = osl.load(tmp_path, {"leaf": leaf}, mapping=mapping)["leaf"]
-    assert_same_bits(found, np.take(value, order, axis))
+    loaded = osl.load(tmp_path, {"leaf": leaf}, mapping=mapping)["leaf"]
+    assert_same_bits(loaded, np.take(value, order, axis))

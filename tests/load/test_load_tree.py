@@ -175,8 +175,10 @@ def test_memory_kind(path, tensors):
 
 def test_format(path, tensors):
     sharding = SingleDeviceSharding(jax.devices()[0])
-    wanted = Format(Layout(major_to_minor=(1, 0)), sharding)
-    array = osl.load(path, {"layers.0.kernel": sds((8, 4), sharding=wanted)})["layers.0.kernel"]
+    layout_asked = Format(Layout(major_to_minor=(1, 0)), sharding)
+    array = osl.load(path, {"layers.0.kernel": sds((8, 4), sharding=layout_asked)})[
+        "layers.0.kernel"
+    ]
     assert array.format.layout.major_to_minor == (1, 0)
     assert_same_bits(array, tensors["layers.0.kernel"])
 
@@ -279,8 +281,8 @@ def test_a_tensor_is_no_string(path):
 
 def test_partial_sums_are_not_loaded(path):
     explicit = (jax.sharding.AxisType.Explicit,) * 2
-    made = mesh_of(a=4, b=2, axis_types=explicit)
-    for over in (made, made.abstract_mesh):
+    mesh = mesh_of(a=4, b=2, axis_types=explicit)
+    for over in (mesh, mesh.abstract_mesh):
         sharding = NamedSharding(over, PartitionSpec("b", None, unreduced={"a"}))
         tree = {"layers": [{"kernel": sds((8, 4), sharding=sharding)}]}
         with pytest.raises(osl.MismatchError, match="partial sums") as caught:
@@ -308,10 +310,10 @@ def test_an_abstract_mesh_can_be_planned_but_not_loaded(path):
 
 def test_shardings_over_an_abstract_mesh_find_the_mesh_that_is_set(path, tensors):
     explicit = (jax.sharding.AxisType.Explicit,) * 2
-    made = mesh_of(a=4, b=2, axis_types=explicit)
-    with jax.set_mesh(made):
+    mesh = mesh_of(a=4, b=2, axis_types=explicit)
+    with jax.set_mesh(mesh):
         # What jax.eval_shape gives where mesh axes are explicit.
-        sharding = NamedSharding(made.abstract_mesh, PartitionSpec("a", "b"))
+        sharding = NamedSharding(mesh.abstract_mesh, PartitionSpec("a", "b"))
         abstract = {"layers.0.kernel": sds((8, 4), sharding=sharding)}
         if not hasattr(jax.sharding, "get_mesh"):  # jax 0.7: nobody may ask which mesh is set
             with pytest.raises(osl.MismatchError, match="names no devices"):
@@ -414,8 +416,8 @@ def test_python_scalars_hold_the_value_or_refuse(tmp_path, kind, value, expected
                 osl.load(path, {"t": template})
             assert (caught.value.tensor, bool(caught.value.file)) == ("t", True)
         else:
-            found = osl.load(path, {"t": template})["t"]
-            assert (found, type(found)) == (expected, kind)
+            loaded = osl.load(path, {"t": template})["t"]
+            assert (loaded, type(loaded)) == (expected, kind)
 
 
 def test_a_nan_is_a_float(tmp_path):
@@ -432,11 +434,11 @@ def test_a_file_can_be_loaded_alone(path):
 
 
 def test_metadata(path, tensors):
-    found = osl.metadata(path)
-    assert {k: (v.shape, v.dtype, v.nbytes) for k, v in found.items()} == {
+    metadata = osl.metadata(path)
+    assert {k: (v.shape, v.dtype, v.nbytes) for k, v in metadata.items()} == {
         k: (v.shape, v.dtype, v.nbytes) for k, v in tensors.items()
     }
-    assert found["step"].file.startswith(str(path))
+    assert metadata["step"].file.startswith(str(path))
 
 
 def test_metadata_is_an_abstract_tree_of_host_arrays(path, tensors):

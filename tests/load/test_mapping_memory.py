@@ -73,22 +73,24 @@ def test_values_are_computed_within_the_budget(computed_from, kind):
     folder, tensors = computed_from
     expr, spec = COMPUTED[kind]
     mapping = osl.Mapping([osl.rule("leaf", expr)], strict=False)
-    (fact,) = osl.metadata(folder, mapping=mapping).values()
+    (metadata,) = osl.metadata(folder, mapping=mapping).values()
     mesh = mesh_of(x=8)
-    leaf = jax.ShapeDtypeStruct(fact.shape, fact.dtype, sharding=NamedSharding(mesh, spec))
+    leaf = jax.ShapeDtypeStruct(metadata.shape, metadata.dtype, sharding=NamedSharding(mesh, spec))
     options = osl.ReadOptions(memory_budget_bytes=BUDGET)
     tracemalloc.start()
     try:
-        found = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=options)["leaf"]
+        loaded = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=options)["leaf"]
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    shards = [shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards]
+    shards = [shard.data.unsafe_buffer_pointer() for shard in loaded.addressable_shards]
     assert len(set(shards)) == (1 if spec == P() else 8)
-    assert held <= fact.nbytes + BESIDES
-    assert peak <= fact.nbytes + BESIDES + BUDGET
-    print(f"{kind}: {fact.nbytes / 1e6:.1f} MB, peak {(peak - fact.nbytes) / 1e6:.1f} MB more")
-    np.testing.assert_array_equal(np.asarray(found), expected(kind, tensors))
+    assert held <= metadata.nbytes + BESIDES
+    assert peak <= metadata.nbytes + BESIDES + BUDGET
+    print(
+        f"{kind}: {metadata.nbytes / 1e6:.1f} MB, peak {(peak - metadata.nbytes) / 1e6:.1f} MB more"
+    )
+    np.testing.assert_array_equal(np.asarray(loaded), expected(kind, tensors))
 
 
 def expected(kind, tensors):
@@ -120,12 +122,12 @@ def test_a_plain_cast_stays_within_the_budget(computed_from, dtype):
     options = osl.ReadOptions(memory_budget_bytes=BUDGET)
     tracemalloc.start()
     try:
-        found = osl.load(folder / "f.safetensors", {"f": leaf}, options=options)["f"]
+        loaded = osl.load(folder / "f.safetensors", {"f": leaf}, options=options)["f"]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak <= found.nbytes + BESIDES + BUDGET
-    np.testing.assert_array_equal(np.asarray(found), tensors["f"].astype(found.dtype))
+    assert peak <= loaded.nbytes + BESIDES + BUDGET
+    np.testing.assert_array_equal(np.asarray(loaded), tensors["f"].astype(loaded.dtype))
 
 
 @pytest.mark.parametrize("kind", ["a cast", "of several dtypes"])
@@ -134,20 +136,22 @@ def test_values_are_read_into_the_same_memory_again(computed_from, kind, monkeyp
     folder, tensors = computed_from
     mapping = osl.Mapping([osl.rule("leaf", COMPUTED[kind][0])], strict=False)
     options = osl.ReadOptions(memory_budget_bytes=4 * BUDGET)
-    (fact,) = osl.metadata(folder, mapping=mapping).values()
-    made = []
+    (metadata,) = osl.metadata(folder, mapping=mapping).values()
+    allocations = []
 
     class Recorded(Pages):
         def map(self, nbytes):
-            made.append(nbytes)
+            allocations.append(nbytes)
             return super().map(nbytes)
 
     monkeypatch.setattr(buffers, "_pages", Recorded())
-    leaf = np.empty(fact.shape, fact.dtype)
-    found = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=options)["leaf"]
-    print(f"{kind}: {sum(made) / 1e6:.1f} MB of fresh memory for {found.nbytes / 1e6:.1f} MB")
-    assert sum(made) <= found.nbytes + 4 * BUDGET + BESIDES
-    np.testing.assert_array_equal(found, expected(kind, tensors))
+    leaf = np.empty(metadata.shape, metadata.dtype)
+    loaded = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=options)["leaf"]
+    print(
+        f"{kind}: {sum(allocations) / 1e6:.1f} MB of fresh memory for {loaded.nbytes / 1e6:.1f} MB"
+    )
+    assert sum(allocations) <= loaded.nbytes + 4 * BUDGET + BESIDES
+    np.testing.assert_array_equal(loaded, expected(kind, tensors))
 
 
 # Two layers of 64 experts, a tensor each, as sparse files: 2.2 GB that take no disk.

@@ -36,10 +36,10 @@ SPECS = {
 def locate(distribution: str) -> Path:
     missing = f"{distribution} is not installed: run the tests by `python3 .ci/do.py test`."
     try:
-        found = importlib.metadata.distribution(distribution)
+        installed = importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
         pytest.fail(missing, pytrace=False)
-    file = Path(str(found.locate_file(MODELS[distribution])))
+    file = Path(str(installed.locate_file(MODELS[distribution])))
     assert file.is_file(), f"{file} is gone. {missing}"
     return file
 

@@ -55,9 +55,9 @@ def random_value(rng: random.Random, dtype: np.dtype, shape: tuple[int, ...]) ->
         low, high = int(bounds.min), int(bounds.max)
         if kind == "small":
             low, high = max(low, -3), min(high, 3)
-        some = [rng.choice([low, high, rng.randint(low, high)]) for _ in range(size)]
+        numbers = [rng.choice([low, high, rng.randint(low, high)]) for _ in range(size)]
         plain = np.dtype("i1" if low < 0 else "u1") if dtype.name in WHOLE else dtype
-        return np.array(some, plain).astype(dtype).reshape(shape)
+        return np.array(numbers, plain).astype(dtype).reshape(shape)
     raw = np.frombuffer(rng.randbytes(size * dtype.itemsize), np.uint8)
     if dtype in PACKED_BITS:
         raw = raw & ((1 << PACKED_BITS[dtype]) - 1)
@@ -68,13 +68,13 @@ def random_value(rng: random.Random, dtype: np.dtype, shape: tuple[int, ...]) ->
 
 
 def integers(value: np.ndarray) -> list[int] | None:
-    found = []
+    values = []
     for item in np.asarray(value).reshape(-1):
         number = item.item() if value.dtype.kind in "iubf" else float(item)
         if number != number or math.isinf(number) or number != int(number):
             return None
-        found.append(int(number))
-    return found
+        values.append(int(number))
+    return values
 
 
 def converted(value: np.ndarray, dtype: np.dtype, exact: bool) -> np.ndarray | None:
@@ -83,26 +83,26 @@ def converted(value: np.ndarray, dtype: np.dtype, exact: bool) -> np.ndarray | N
     if value.dtype.kind == "c" and dtype.kind != "c":
         return None
     if is_whole(dtype):
-        found = integers(value)
+        number = integers(value)
         bounds = ml_dtypes.iinfo(dtype) if dtype.name in WHOLE else None
         bounds = bounds or (None if dtype.kind == "b" else np.iinfo(dtype))
         low, high = (0, 1) if bounds is None else (int(bounds.min), int(bounds.max))
-        if found is None or any(not low <= n <= high for n in found):
+        if number is None or any(not low <= n <= high for n in number):
             return None
         plain = np.dtype("i1" if low < 0 else "u1") if dtype.name in WHOLE else dtype
-        return np.array(found, plain).astype(dtype).reshape(value.shape)
+        return np.array(number, plain).astype(dtype).reshape(value.shape)
     with np.errstate(all="ignore"):
         try:
-            made = value.astype(dtype)
+            result = value.astype(dtype)
         except TypeError:  # ml_dtypes has no cast between some small floats
-            made = value.astype(np.float32).astype(dtype)
+            result = value.astype(np.float32).astype(dtype)
         if exact:
-            real = made if value.dtype.kind == "c" else made.real
+            real = result if value.dtype.kind == "c" else result.real
             if is_whole(value.dtype):
-                return made if integers(real) == integers(value) else None
+                return result if integers(real) == integers(value) else None
             if not survives(value, real.astype(value.dtype)):
                 return None
-    return made
+    return result
 
 
 def survives(value: np.ndarray, back: np.ndarray) -> bool:
@@ -118,10 +118,14 @@ def scalar_of(value: Any, kind: type) -> Any:
     if isinstance(value, str) is not (kind is str):
         return None
     try:
-        made = kind(value)
+        scalar = kind(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return made if made == value or (kind is float and made != made and value != value) else None
+    return (
+        scalar
+        if scalar == value or (kind is float and scalar != scalar and value != value)
+        else None
+    )
 
 
 def number_as_array(value: Any, dtype: np.dtype, exact: bool) -> np.ndarray | None:
@@ -229,8 +233,8 @@ class Case:
         pattern = self.rng.choice(["*", "a*", "a{0,1}.*", "a0.0"])
         expected = {n: v for n, v in arrays.items() if pattern != "a0.0" or n == "a0.0"}
         self._check(lambda: osl.load(self.folder, only=pattern), expected)
-        found = osl.metadata(self.folder)
-        assert {n: (f.shape, f.dtype) for n, f in found.items()} == {
+        metadata = osl.metadata(self.folder)
+        assert {n: (f.shape, f.dtype) for n, f in metadata.items()} == {
             n: (v.shape, v.dtype) for n, v in arrays.items()
         }
 
@@ -271,53 +275,53 @@ class Case:
         for name, value in self.values.items():
             if not isinstance(value, np.ndarray):
                 continue
-            expr, made = osl.tensor(name), value
+            expr, array = osl.tensor(name), value
             if value.ndim > 1 and value.dtype not in PACKED_BITS and self.rng.random() < 0.5:
-                expr, made = expr.transpose(), np.ascontiguousarray(made.T)
+                expr, array = expr.transpose(), np.ascontiguousarray(array.T)
             if self.rng.random() < 0.3:
                 dtype = self.rng.choice(DTYPES)
-                expr, made = expr.cast(dtype), converted(made, dtype, False)
+                expr, array = expr.cast(dtype), converted(array, dtype, False)
             rules.append(osl.rule(f"m.{name}", expr))
             leaves = [f"m.{name}"]
             for number in range(self.rng.choice([0, 0, 1, 2])):
                 leaves.append(f"t{number}.{name}")
                 rules.append(osl.rule(leaves[-1], None, tied_to=f"m.{name}"))
             for leaf in leaves:
-                if made is None:
+                if array is None:
                     abstract[leaf], expected[leaf] = np.zeros(value.shape[::-1], dtype), None
                 else:
-                    abstract[leaf], expected[leaf] = self._wish(made)
+                    abstract[leaf], expected[leaf] = self._wish(array)
         self._check(lambda: osl.load(self.folder, abstract, mapping=osl.Mapping(rules)), expected)
 
     def _check(self, load, expected: dict[str, Any]) -> None:
         refused = [name for name, value in expected.items() if value is None]
         try:
-            found = load()
+            loaded = load()
         except osl.SafetensorsLayoutError:
             self.counts["refused"] += 1
             assert refused, f"refused what fits: {expected}"
             return
-        assert not refused, f"not refused: {refused} {[found.get(n) for n in refused]}"
-        assert found.keys() == expected.keys()
-        assert_equal(found, expected)
-        for value in found.values():  # who has arrays of numpy may write to them
+        assert not refused, f"not refused: {refused} {[loaded.get(n) for n in refused]}"
+        assert loaded.keys() == expected.keys()
+        assert_equal(loaded, expected)
+        for value in loaded.values():  # who has arrays of numpy may write to them
             if isinstance(value, np.ndarray) and value.size:
                 value.reshape(-1).view(np.uint8)[:] = 0
-        devices = {n: v for n, v in found.items() if isinstance(v, jax.Array)}
+        devices = {n: v for n, v in loaded.items() if isinstance(v, jax.Array)}
         assert_equal(devices, {n: expected[n] for n in devices})
-        self.counts["leaves"] += len(found)
+        self.counts["leaves"] += len(loaded)
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, value in found.items():
-        wanted = expected[name]
-        if isinstance(wanted, np.ndarray):
+def assert_equal(loaded: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in loaded.items():
+        reference = expected[name]
+        if isinstance(reference, np.ndarray):
             array = np.asarray(value)
-            assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype), name
-            assert array.tobytes() == wanted.tobytes(), (name, array, wanted)
+            assert (array.shape, array.dtype) == (reference.shape, reference.dtype), name
+            assert array.tobytes() == reference.tobytes(), (name, array, reference)
         else:
-            assert type(value) is type(wanted), name
-            assert value == wanted or (value != value and wanted != wanted), name
+            assert type(value) is type(reference), name
+            assert value == reference or (value != value and reference != reference), name
 
 
 def flat(tree: Any) -> dict[str, Any]:

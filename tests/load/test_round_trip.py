@@ -52,12 +52,12 @@ def test_a_train_state(tmp_path, layout):
     state = train_state()
     osl.save(tmp_path, state, options=osl.WriteOptions(layout=layout))
     same(osl.load(tmp_path, state), state)
-    found = osl.load(tmp_path, jax.eval_shape(lambda: state))
-    assert isinstance(found.step, jax.Array)
-    same(found.replace(step=int(found.step)), state)
-    found = osl.load(tmp_path)
-    assert set(found) == {"step", "params", "opt_state"}
-    same(found["opt_state"], state.opt_state)
+    loaded = osl.load(tmp_path, jax.eval_shape(lambda: state))
+    assert isinstance(loaded.step, jax.Array)
+    same(loaded.replace(step=int(loaded.step)), state)
+    loaded = osl.load(tmp_path)
+    assert set(loaded) == {"step", "params", "opt_state"}
+    same(loaded["opt_state"], state.opt_state)
 
 
 def test_an_nnx_state(tmp_path):
@@ -95,25 +95,25 @@ def test_fewer_devices_than_were_saved_from_give_host_arrays(tmp_path, layout, m
     osl.save(tmp_path, {"a": place(value, P("x", "y"))}, options=osl.WriteOptions(layout=layout))
     devices = jax.devices()[:4]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    found = osl.load(tmp_path)["a"]
-    assert isinstance(found, np.ndarray)
-    assert_same_bits(found, value)
+    loaded = osl.load(tmp_path)["a"]
+    assert isinstance(loaded, np.ndarray)
+    assert_same_bits(loaded, value)
 
 
 def test_values_become_what_is_wanted(tmp_path):
     osl.save(tmp_path, {"step": 7, "rate": 0.5, "name": "run"})
     sharding = NamedSharding(mesh_of(x=8), P())
-    found = osl.load(
+    loaded = osl.load(
         tmp_path,
         {
             "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding),
             "rate": np.zeros((), np.float32),
         },
     )
-    assert isinstance(found["step"], jax.Array)
-    assert found["step"].sharding == sharding
-    assert int(found["step"]) == 7
-    assert found["rate"].dtype == np.float32
+    assert isinstance(loaded["step"], jax.Array)
+    assert loaded["step"].sharding == sharding
+    assert int(loaded["step"]) == 7
+    assert loaded["rate"].dtype == np.float32
     assert osl.load(tmp_path, {"step": int, "name": str}) == {"step": 7, "name": "run"}
     with pytest.raises(
         osl.DtypeMismatchError, match=r"'rate'.*expected: int, found: 0\.5 \(float\)"
@@ -127,8 +127,8 @@ def test_values_become_what_is_wanted(tmp_path):
 
 def test_a_number_becomes_a_numpy_scalar(tmp_path):
     osl.save(tmp_path, {"step": 7, "rate": 0.5})
-    wanted = {"step": np.int64(0), "rate": np.float32(0)}
-    same(osl.load(tmp_path, wanted), {"step": np.int64(7), "rate": np.float32(0.5)})
+    abstract = {"step": np.int64(0), "rate": np.float32(0)}
+    same(osl.load(tmp_path, abstract), {"step": np.int64(7), "rate": np.float32(0.5)})
 
 
 def test_keys_of_another_implementation_are_an_error(tmp_path):
@@ -154,8 +154,8 @@ def test_every_tree_comes_back_bit_by_bit(case, layout, max_file_bytes):
     native = jax.tree.map(_native, tree)
     with tempfile.TemporaryDirectory() as folder:
         osl.save(folder, tree, options=options)
-        for found in (osl.load(folder), osl.load(folder, native)):
-            same(found, native)
+        for loaded in (osl.load(folder), osl.load(folder, native)):
+            same(loaded, native)
         assert osl.load(folder, only="*").keys() == expected.keys()
 
 
@@ -182,7 +182,7 @@ def test_any_sharding_loads_under_any_other(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("any")
     meshes = [mesh_of(x=4, y=2), mesh_of(x=2, y=4), mesh_of(x=2, y=2), mesh_of(x=8, y=1)]
     dtypes = [np.float32, ml_dtypes.bfloat16, np.uint8, ml_dtypes.float4_e2m1fn, ml_dtypes.int4]
-    saved, wanted, values = {}, {}, {}
+    saved, abstract, values = {}, {}, {}
     for number in range(data.draw(st.integers(1, 5))):
         rank = data.draw(st.integers(0, 3))
         shape = tuple(data.draw(st.sampled_from([8, 16, 24])) for _ in range(rank))
@@ -204,7 +204,7 @@ def test_any_sharding_loads_under_any_other(tmp_path_factory, data):
             data.draw(st.sampled_from([s for s in SPECS if len(s) <= rank])),
         )
         saved[f"t{number}"] = place(value, spec, on)
-        wanted[f"t{number}"] = jax.ShapeDtypeStruct(
+        abstract[f"t{number}"] = jax.ShapeDtypeStruct(
             shape, dtype, sharding=NamedSharding(to, target)
         )
     options = osl.WriteOptions(
@@ -213,10 +213,10 @@ def test_any_sharding_loads_under_any_other(tmp_path_factory, data):
         fsync=False,
     )
     osl.save(folder, saved, options=options)
-    found = osl.load(folder, wanted)
+    loaded = osl.load(folder, abstract)
     for name, value in values.items():
-        assert found[name].sharding == wanted[name].sharding
-        assert_same_bits(np.asarray(found[name]), value)
+        assert loaded[name].sharding == abstract[name].sharding
+        assert_same_bits(np.asarray(loaded[name]), value)
     if options.layout == "sharded":
         osl.consolidate(folder, options=dataclasses.replace(options, layout="hf"))
         again = folder / "again"

@@ -64,9 +64,9 @@ def test_integer_targets_must_hold_every_value(tmp_path, value, target):
 @pytest.mark.parametrize("source", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu])
 def test_integers_in_range_are_cast_from_every_float(tmp_path, source, target):
     value = np.array([1, 2, 4], source)
-    found = load_as(tmp_path, value, target)
-    assert found.dtype == target
-    np.testing.assert_array_equal(np.asarray(found).astype(np.int32), [1, 2, 4])
+    loaded = load_as(tmp_path, value, target)
+    assert loaded.dtype == target
+    np.testing.assert_array_equal(np.asarray(loaded).astype(np.int32), [1, 2, 4])
 
 
 @pytest.mark.parametrize(("op", "exact"), [(Scale, operator.mul), (Add, operator.add)])
@@ -115,9 +115,9 @@ def test_saved_integers_do_not_wrap(tmp_path):
 
 def test_dtypes_that_are_no_numbers_are_refused(tmp_path):
     path = save(tmp_path, {"t": np.ones(2, np.float64)})
-    wanted = np.zeros(2, "V8")
+    abstract = np.zeros(2, "V8")
     with pytest.raises(osl.DtypeMismatchError, match="no numeric meaning"):
-        osl.load(path, {"t": wanted})
+        osl.load(path, {"t": abstract})
 
 
 def test_complex_to_real_is_refused_before_reading(tmp_path):
@@ -175,8 +175,8 @@ def test_every_small_float_becomes_every_other(tmp_path, source, target):
     value = np.resize(np.array([0.5, 1, 2, 4], np.float32), 8).astype(source)
     expected = value.astype(np.float32).astype(target)
     write_packed(tmp_path / "files", {"t": value})
-    found = osl.load(tmp_path / "files", {"t": np.empty(8, target)})["t"]
-    assert_same_bits(found, expected)
+    loaded = osl.load(tmp_path / "files", {"t": np.empty(8, target)})["t"]
+    assert_same_bits(loaded, expected)
     expr = osl.tensor("t")
     if source not in PACKED_BITS:  # those are not rearranged
         expr, expected = expr.slice(0, None, None, -1), expected[::-1]
@@ -185,7 +185,7 @@ def test_every_small_float_becomes_every_other(tmp_path, source, target):
     if target not in PACKED_BITS:  # those are no dtypes of WriteOptions
         options = osl.WriteOptions(dtype=target, fsync=False)
         osl.save(tmp_path / "other", {"t": value}, options=options)
-        assert_same_bits(osl.load(tmp_path / "other")["t"], found)
+        assert_same_bits(osl.load(tmp_path / "other")["t"], loaded)
 
 
 @pytest.mark.parametrize("dtype", SMALL, ids=str)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mapping_expressions import evaluate, facts_of, index_only, same
+from mapping_expressions import evaluate, index_only, same, specs_of
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -48,18 +48,18 @@ def check(mapping, source, tensors, expected):
     assert set(bound.expressions) == set(expected)
     rng = np.random.default_rng(0)
     for name, array in expected.items():
-        made = bound.expressions[name]
-        assert (name, made.shape) == (name, array.shape)
-        same(evaluate(made, tensors), array)
+        expression = bound.expressions[name]
+        assert (name, expression.shape) == (name, array.shape)
+        same(evaluate(expression, tensors), array)
         for box in random_boxes(array.shape, rng):
-            same(evaluate(made, tensors, box), array[box.slices])
+            same(evaluate(expression, tensors, box), array[box.slices])
     # A model that wants these very leaves is served as well.
     mapping.bind(source, {name: array.shape for name, array in expected.items()})
 
 
 def check_inverse(mapping, source, tensors, leaves):
     """Back from the leaves: the bits of the files."""
-    bound = mapping.inverse().bind(facts_of(leaves), source)
+    bound = mapping.inverse().bind(specs_of(leaves), source)
     assert set(bound.expressions) == set(tensors)
     rng = np.random.default_rng(0)
     for name, array in tensors.items():
@@ -81,8 +81,8 @@ def test_leaves(saved, name, target, scan):
 def test_names_and_shapes_of_the_files_follow_from_the_leaves(saved, name, target, scan):
     folder, config, tensors, _ = saved[name]
     leaves = REFERENCES[target](family_of(name), config, tensors, scan)
-    found = families.mapping(folder, target=target, scan=scan).inverse().bind(facts_of(leaves))
-    shapes = {tensor: fact.shape for tensor, fact in found.specs().items()}
+    inverse = families.mapping(folder, target=target, scan=scan).inverse().bind(specs_of(leaves))
+    shapes = {tensor: leaf_spec.shape for tensor, leaf_spec in inverse.specs().items()}
     assert shapes == {tensor: array.shape for tensor, array in tensors.items()}
 
 
@@ -98,8 +98,8 @@ def test_scan_axis(saved, name, axis):
 def test_shapes_that_maxtext_documents(saved):
     """`param_scan_axis=1`: [embed, layer, heads, head_dim] and [expert, layer, embed, mlp]."""
     folder = saved["deepseek_v3"].folder
-    facts = families.mapping(folder, target="maxtext").leaf_facts(folder)
-    shapes = {name.partition(".decoder.")[2]: fact.shape for name, fact in facts.items()}
+    specs = families.mapping(folder, target="maxtext").leaf_facts(folder)
+    shapes = {name.partition(".decoder.")[2]: leaf_spec.shape for name, leaf_spec in specs.items()}
     block = "moe_layers.DeepSeekMoeBlock_0."
     assert shapes["dense_layers.self_attention.wq_b.kernel"] == (24, 2, 4, 12)
     assert shapes["dense_layers.self_attention.wkv_b.kernel"] == (16, 2, 4, 20)
@@ -123,8 +123,8 @@ def test_trees_of_the_real_models(saved, target, case):
     name, _, layers = case.partition(" ")
     folder = saved[name].folder
     scan = layers == "scanned" if layers else None
-    facts = families.mapping(folder, target=target, scan=scan).leaf_facts(folder)
-    shapes = {leaf: fact.shape for leaf, fact in facts.items()}
+    specs = families.mapping(folder, target=target, scan=scan).leaf_facts(folder)
+    shapes = {leaf: leaf_spec.shape for leaf, leaf_spec in specs.items()}
     assert number_free(shapes) == TREES[target][case]
 
 
@@ -189,10 +189,10 @@ def test_vocabulary_without_its_last_rows(saved, target):
     expected = REFERENCES[target]("llama", config, fewer, target != "tunix")
     mapping = families.llama(config, target=target, vocab_size=90)
     check(mapping, folder, tensors, expected)
-    back = mapping.inverse().bind(facts_of(expected)).expressions
+    back = mapping.inverse().bind(specs_of(expected)).expressions
     for name, array in fewer.items():
         same(evaluate(back[name], expected).astype(array.dtype), array)
-    mapping.bind(facts_of(fewer))  # what was saved loads again
+    mapping.bind(specs_of(fewer))  # what was saved loads again
     with pytest.raises(MappingError, match=r"vocab_size=0 must be in 1\.\.2,147,483,647"):
         families.llama(config, vocab_size=0)
     for size, message in ((1 << 31, "must be in 1"), (1.5, "takes integers")):
@@ -208,11 +208,11 @@ def test_root_and_prefix(saved):
     expected = REFERENCES["plain"]("gemma3", config, tensors, True)
     expected = {f"a.b.{name}": array for name, array in expected.items()}
     mapping = families.mapping(outer, root="a.b")
-    check(mapping, facts_of(renamed), renamed, expected)
+    check(mapping, specs_of(renamed), renamed, expected)
     renamed = {k.replace("language_model.model", "model.language_model"): v
                for k, v in renamed.items()}  # fmt: skip
     mapping = families.mapping(outer, root="a.b", prefix="model.language_model.")
-    check(mapping, facts_of(renamed), renamed, expected)
+    check(mapping, specs_of(renamed), renamed, expected)
 
 
 def test_prefix_of_a_folder(saved, tmp_path):
@@ -228,25 +228,25 @@ def test_prefix_of_a_folder(saved, tmp_path):
     )
     model = transformers.Gemma3ForConditionalGeneration(both).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    facts = families.mapping(tmp_path, target="maxtext").leaf_facts(tmp_path)
-    assert facts["params.token_embedder.embedding"].shape == (96, 40)
+    specs = families.mapping(tmp_path, target="maxtext").leaf_facts(tmp_path)
+    assert specs["params.token_embedder.embedding"].shape == (96, 40)
 
 
 def test_buffers_and_tied_heads_of_old_checkpoints_are_ignored(saved):
     _, config, tensors, _ = saved["llama3"]
-    facts = facts_of(tensors)
-    facts["model.layers.0.self_attn.rotary_emb.inv_freq"] = ((4,), np.dtype(np.float32))
-    facts["lm_head.weight"] = facts["model.embed_tokens.weight"]
+    specs = specs_of(tensors)
+    specs["model.layers.0.self_attn.rotary_emb.inv_freq"] = ((4,), np.dtype(np.float32))
+    specs["lm_head.weight"] = specs["model.embed_tokens.weight"]
     for target in ("plain", "maxtext", "tunix"):
-        families.mapping(config, target=target).bind(facts)
-    facts["model.layers.0.self_attn.q_proj.lora"] = ((4,), np.dtype(np.float32))
+        families.mapping(config, target=target).bind(specs)
+    specs["model.layers.0.self_attn.q_proj.lora"] = ((4,), np.dtype(np.float32))
     with pytest.raises(MappingError, match=r"no rule uses tensor 'model\.layers\.0\.self"):
-        families.mapping(config).bind(facts)
+        families.mapping(config).bind(specs)
 
 
 @pytest.mark.parametrize("target", ["plain", "maxtext"])
 def test_old_checkpoints_with_buffers_are_saved_without_them(saved, tmp_path, target):
-    """What transformers opens then has the same logits."""
+    """Models that transformers opens then have the same logits."""
     import torch
     import transformers
 
@@ -261,11 +261,11 @@ def test_old_checkpoints_with_buffers_are_saved_without_them(saved, tmp_path, ta
         transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
         for path in (whole, tmp_path / "new")
     ]
-    assert not any(found for _, report in opened for found in report.values())
+    assert not any(names for _, report in opened for names in report.values())
     tokens = torch.arange(8)[None] + 3
     with torch.no_grad():
-        expected, found = (model(tokens).logits for model, _ in opened)
-    assert torch.equal(found, expected)
+        expected, logits = (model(tokens).logits for model, _ in opened)
+    assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("target", ["plain", "maxtext"])
@@ -277,7 +277,7 @@ def test_layers_for_multi_token_prediction_are_ignored(saved, target, scan):
     more = {name.replace("layers.4.", "layers.5."): tensors[name] for name in last}
     more["model.layers.5.eh_proj.weight"] = np.zeros((2, 2), np.float32)
     mapping = families.mapping({**config, "num_nextn_predict_layers": 1}, target=target, scan=scan)
-    check(mapping, facts_of(tensors | more), tensors | more, expected)
+    check(mapping, specs_of(tensors | more), tensors | more, expected)
 
 
 def test_layers_for_multi_token_prediction_are_not_lost_without_a_word(saved, tmp_path):
@@ -293,9 +293,9 @@ def test_layers_for_multi_token_prediction_are_not_lost_without_a_word(saved, tm
     (folder / "config.json").write_text(json.dumps(config))
     mapping = families.mapping(folder)
     tree = osl.load(folder, mapping=mapping)
-    for made in (mapping, families.mapping(config)):
+    for ready in (mapping, families.mapping(config)):
         with pytest.raises(MappingError, match=r"would lack tensors.*layers\.\{5..5\}.*leave_out="):
-            osl.save(tmp_path / "out", tree, mapping=made)
+            osl.save(tmp_path / "out", tree, mapping=ready)
     with pytest.raises(MappingError, match=rf"lack {len(more)} of .*layers.*eh_proj"):
         mapping.like(folder)
     with pytest.raises(MappingError, match=rf"lack {len(layer)} of .*layers.#.mlp"):
@@ -321,7 +321,7 @@ def test_queries_of_full_rank(saved):
         lite[name.replace("q_b_proj", "q_proj")] = rng.random((48, 32), np.float32)
     for target in ("plain", "maxtext"):
         expected = REFERENCES[target]("deepseek_v3", config, lite, True)
-        check(families.mapping(config, target=target), facts_of(lite), lite, expected)
+        check(families.mapping(config, target=target), specs_of(lite), lite, expected)
 
 
 def fp8(tensors, names, block):
@@ -361,7 +361,7 @@ def test_fp8_with_block_scales(saved, name, target, scan):
     }
     expected = REFERENCES[target](name, config, decoded, scan)
     mapping = families.mapping(config, target=target, scan=scan)
-    check(mapping, facts_of(stored), stored, expected)
+    check(mapping, specs_of(stored), stored, expected)
     with pytest.raises(MappingError, match="does not invert"):
         mapping.inverse()
 
@@ -388,30 +388,30 @@ def test_mxfp4(saved, target, scan):
         decoded[name] = values.contiguous().view(torch.uint16).numpy().view(bf16)
         assert decoded[name].shape == (5, groups * 32, rows)
     expected = REFERENCES[target]("gpt_oss", config, decoded, scan)
-    check(families.mapping(config, target=target, scan=scan), facts_of(stored), stored, expected)
+    check(families.mapping(config, target=target, scan=scan), specs_of(stored), stored, expected)
 
 
 def stacked(stored, name):
-    """What is stored under a name with `{i}` and `{e}`, stacked over these."""
+    """Stacks what is stored under a name with `{i}` and `{e}` over these."""
     pattern = re.compile(re.sub(r"\\\{\w\\\}", r"(\\d+)", re.escape(name)))
-    found = {tuple(map(int, m.groups())): n for n in stored if (m := pattern.fullmatch(n))}
-    arrays = np.stack([stored[found[index]] for index in sorted(found)])
-    lengths = [len({index[axis] for index in found}) for axis in range(len(min(found)))]
+    numbers = {tuple(map(int, m.groups())): n for n in stored if (m := pattern.fullmatch(n))}
+    arrays = np.stack([stored[numbers[index]] for index in sorted(numbers)])
+    lengths = [len({index[axis] for index in numbers}) for axis in range(len(min(numbers)))]
     return arrays.reshape(*lengths, *arrays.shape[1:])
 
 
 def check_kept(config, stored, kept, decoded):
     """Quantised tensors keep names and bits; all other leaves are those of the decoded model."""
     mapping = families.mapping(config, quantized="keep")
-    made = mapping.bind(facts_of(stored)).expressions
+    expressions = mapping.bind(specs_of(stored)).expressions
     plain = REFERENCES["plain"](config["model_type"], config, decoded, True)
     for name, array in kept.items():
-        same(evaluate(made.pop(name), stored), array)
-    for name, bound in made.items():
+        same(evaluate(expressions.pop(name), stored), array)
+    for name, bound in expressions.items():
         same(evaluate(bound, stored), plain[name])
-    saving = mapping.like(facts_of(stored))  # the configuration tells of layers that are not there
-    back = saving.inverse().bind(mapping.leaf_facts(facts_of(stored))).expressions
-    leaves = {n: evaluate(b, stored) for n, b in mapping.bind(facts_of(stored)).expressions.items()}
+    saving = mapping.like(specs_of(stored))  # the configuration tells of layers that are not there
+    back = saving.inverse().bind(mapping.leaf_facts(specs_of(stored))).expressions
+    leaves = {n: evaluate(b, stored) for n, b in mapping.bind(specs_of(stored)).expressions.items()}
     assert set(back) == set(stored)
     for name, bound in back.items():
         same(evaluate(bound, leaves), stored[name])
@@ -422,16 +422,16 @@ def check_kept(config, stored, kept, decoded):
 def test_fp8_of_other_dtypes_is_refused(saved, ending, dtype):
     _, config, tensors, _ = saved["qwen3"]
     projections = [name for name in tensors if "_proj.weight" in name]
-    facts = facts_of(fp8(tensors, projections, 16)[0])
+    specs = specs_of(fp8(tensors, projections, 16)[0])
     quantization = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     mapping = families.mapping(config | {"quantization_config": quantization})
     name = f"model.layers.0.mlp.up_proj.{ending}"
-    facts[name] = (facts[name][0], np.dtype(dtype))
+    specs[name] = (specs[name][0], np.dtype(dtype))
     if (ending, dtype) == ("weight_scale_inv", "bfloat16"):
-        mapping.abstract(facts)
+        mapping.abstract(specs)
         return
     with pytest.raises(MappingError, match=rf"must be floats.*, not {dtype}"):
-        mapping.abstract(facts)
+        mapping.abstract(specs)
 
 
 def test_fp8_that_is_kept(saved):
@@ -447,11 +447,11 @@ def test_fp8_that_is_kept(saved):
             number = int(name.split(".")[2])
             (dense if number < first else sparse)[name] = array
     kept = {}
-    for root, some in (("dense_layers", dense), ("moe_layers", sparse)):
-        for name in some:
+    for root, layers in (("dense_layers", dense), ("moe_layers", sparse)):
+        for name in layers:
             after = re.sub(r"experts\.\d+", "experts.{e}", name.split(".", 3)[3])
             leaf = f"{root}.{after.replace('{e}.', '')}"
-            kept[leaf] = stacked(some, f"model.layers.{{i}}.{after}")
+            kept[leaf] = stacked(layers, f"model.layers.{{i}}.{after}")
     assert kept["moe_layers.mlp.experts.up_proj.weight"].dtype.name == "float8_e4m3fn"
     check_kept(config, stored, kept, decoded)
 
@@ -503,12 +503,14 @@ def test_int4_of_experts(saved, quantized):
         decoded[name] = ((values - 8).astype(np.float32) * spread).astype(bf16)
     if quantized == "decode":
         expected = REFERENCES["plain"]("deepseek_v3", config, decoded, True)
-        check(families.mapping(config), facts_of(stored), stored, expected)
+        check(families.mapping(config), specs_of(stored), stored, expected)
         for part in ("packed", "scale", "shape"):
             lacking = next(name for name in stored if name.endswith(f"weight_{part}"))
-            facts = {name: fact for name, fact in facts_of(stored).items() if name != lacking}
+            specs = {
+                name: leaf_spec for name, leaf_spec in specs_of(stored).items() if name != lacking
+            }
             with pytest.raises(MappingError, match=f"there is no tensor '{lacking}'"):
-                families.mapping(config).abstract(facts)
+                families.mapping(config).abstract(specs)
         return
     for name in ("gate_proj", "up_proj", "down_proj"):
         for part in ("packed", "scale", "shape"):
@@ -520,8 +522,8 @@ def test_int4_of_experts(saved, quantized):
 def test_named_functions(saved):
     for name in families.TARGETS["plain"]:
         config = {k: v for k, v in saved[name].config.items() if k != "model_type"}
-        made = getattr(families, name)(config, target="plain", scan=False)
-        assert repr(made) == repr(families.mapping(saved[name].config, scan=False))
+        ready = getattr(families, name)(config, target="plain", scan=False)
+        assert repr(ready) == repr(families.mapping(saved[name].config, scan=False))
 
 
 def test_configurations_as_version_4_of_transformers_writes_them(saved):
@@ -530,22 +532,24 @@ def test_configurations_as_version_4_of_transformers_writes_them(saved):
     old = {k: v for k, v in config.items() if k not in ("rope_parameters", "head_dim")}
     old["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0}
     for target in ("plain", "maxtext"):
-        made = families.mapping(old, target=target)
-        assert repr(made) == repr(families.mapping(config, target=target))
+        ready = families.mapping(old, target=target)
+        assert repr(ready) == repr(families.mapping(config, target=target))
     _, config, _, _ = saved["qwen3_moe"]
     old = {k: v for k, v in config.items() if k != "num_local_experts"} | {"num_experts": 5}
     assert repr(families.mapping(old)) == repr(families.mapping(config))
     inner = {"num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240}
-    made = families.mapping({"model_type": "gemma3", "text_config": inner}, scan=False)
-    assert "rearrange('(h d) e -> e h d', d=256, h=8)" in repr(made)
-    assert not any(rule.target.startswith("lm_head") for rule in made.rules)
+    ready = families.mapping({"model_type": "gemma3", "text_config": inner}, scan=False)
+    assert "rearrange('(h d) e -> e h d', d=256, h=8)" in repr(ready)
+    assert not any(rule.target.startswith("lm_head") for rule in ready.rules)
 
 
 def test_layers_that_the_checkpoint_lacks(saved):
     _, config, tensors, _ = saved["llama"]
-    facts = {name: fact for name, fact in facts_of(tensors).items() if "layers.2." not in name}
+    specs = {
+        name: leaf_spec for name, leaf_spec in specs_of(tensors).items() if "layers.2." not in name
+    }
     with pytest.raises(MappingError, match=r"there is no tensor 'model.layers.2.self_attn"):
-        families.mapping(config).bind(facts)
+        families.mapping(config).bind(specs)
 
 
 THREE_LAYERS = {
@@ -600,7 +604,7 @@ def test_options_that_are_not_there(saved):
         families.mapping(saved["llama"].config, scanned=True)
 
 
-def test_configurations_that_can_not_be_read(saved, tmp_path):
+def test_configurations_that_cannot_be_read(saved, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"config.json"):
         families.mapping(tmp_path)
     os.mkfifo(tmp_path / "config.json")
@@ -624,8 +628,8 @@ def test_index_only(saved):
     counts = collections.Counter()
     for name, target, scan in CASES:
         folder = saved[name].folder
-        made = families.mapping(folder, target=target, scan=scan).bind(folder).expressions
-        whole = all(index_only(x.pull_back(Box.whole(x.shape))) for x in made.values())
+        expressions = families.mapping(folder, target=target, scan=scan).bind(folder).expressions
+        whole = all(index_only(x.pull_back(Box.whole(x.shape))) for x in expressions.values())
         counts[target, whole] += 1
         computes = ("llama", "mistral", "mixtral", "gemma2", "gemma3")
         assert whole == (target != "maxtext" or family_of(name) not in computes)
@@ -653,7 +657,7 @@ def test_logits_of_the_plain_tree(saved, name, tmp_path):
 
     folder, config, tensors, model = make(name, tmp_path, dtype="float32")
     bound = families.mapping(folder, target="plain").bind(folder)
-    params = {leaf: evaluate(made, tensors) for leaf, made in bound.expressions.items()}
+    params = {leaf: evaluate(expression, tensors) for leaf, expression in bound.expressions.items()}
     tokens = np.random.default_rng(0).integers(0, 96, (2, 11))
     with torch.no_grad():
         expected = model(torch.from_numpy(tokens)).logits.numpy()

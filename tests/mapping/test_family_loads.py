@@ -72,13 +72,13 @@ def test_there_and_back_under_every_sharding(saved, tmp_path, name, target, scan
         with recording() as storage:
             model = osl.load(folder, nested(abstract), mapping=mapping)
         plan = osl.plan_load(folder, nested(abstract), mapping=mapping)
-        found = dict(zip(nested_names(model), jax.tree.leaves(model), strict=True))
-        assert set(found) == set(expected)
+        weights = dict(zip(nested_names(model), jax.tree.leaves(model), strict=True))
+        assert set(weights) == set(expected)
         for leaf, value in expected.items():
-            assert found[leaf].sharding == abstract[leaf].sharding
-            assert_same_bits(np.asarray(found[leaf]), value)
-        taken = sum(tensors[n].nbytes for made in mapping.bind(folder).expressions.values()
-                    for n in made.sources())  # fmt: skip
+            assert weights[leaf].sharding == abstract[leaf].sharding
+            assert_same_bits(np.asarray(weights[leaf]), value)
+        taken = sum(tensors[n].nbytes for expression in mapping.bind(folder).expressions.values()
+                    for n in expression.sources())  # fmt: skip
         loaded = sum(stop - start for _, start, stop in storage.tensor_ranges())
         assert loaded == plan.cost().read_bytes <= 1.05 * taken, split
         if split == "2-D":

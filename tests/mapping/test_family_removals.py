@@ -1,4 +1,4 @@
-"""What a ready mapping refuses: folders that lack tensors, and those of another family."""
+"""Ready mappings refuse folders that lack tensors, and those of another family."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import published_configs
 import pytest
-from mapping_expressions import facts_of
+from mapping_expressions import specs_of
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -37,20 +37,20 @@ def refused(call, names):
 
 def kinds(names):
     """The names of each kind."""
-    found = {}
+    specs = {}
     for name in names:
-        found.setdefault(kind(name), []).append(name)
-    return found
+        specs.setdefault(kind(name), []).append(name)
+    return specs
 
 
 @pytest.mark.parametrize(("name", "target", "scan"), CASES)
 def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
     folder, _, tensors, _ = saved[name]
     mapping = families.mapping(folder, target=target, scan=scan)
-    facts = facts_of(tensors)
-    for names in kinds(facts).values():
+    specs = specs_of(tensors)
+    for names in kinds(specs).values():
         for removed in (names, names[-1:]):
-            lacking = {n: fact for n, fact in facts.items() if n not in removed}
+            lacking = {n: leaf_spec for n, leaf_spec in specs.items() if n not in removed}
             refused(functools.partial(mapping.abstract, lacking), removed)
 
 
@@ -64,9 +64,9 @@ def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
 def test_each_tensor_is_needed(saved, name, target, scan):
     folder, _, tensors, _ = saved[name]
     mapping = families.mapping(folder, target=target, scan=scan)
-    facts = facts_of(tensors)
-    for removed in facts:
-        lacking = {n: fact for n, fact in facts.items() if n != removed}
+    specs = specs_of(tensors)
+    for removed in specs:
+        lacking = {n: leaf_spec for n, leaf_spec in specs.items() if n != removed}
         refused(functools.partial(mapping.abstract, lacking), [removed])
 
 
@@ -75,11 +75,11 @@ def test_each_tensor_is_needed(saved, name, target, scan):
 def test_each_tensor_of_quantised_weights_is_needed(tmp_path, name, quantized):
     published_configs.make(name, tmp_path)
     mapping = families.mapping(tmp_path, quantized=quantized)
-    facts = {n: (t.shape, t.dtype) for n, t in osl.metadata(tmp_path).items()}
-    mapping.abstract(facts)
-    for names in kinds(facts).values():
+    specs = {n: (t.shape, t.dtype) for n, t in osl.metadata(tmp_path).items()}
+    mapping.abstract(specs)
+    for names in kinds(specs).values():
         for removed in (names, *([name] for name in names)):
-            lacking = {n: fact for n, fact in facts.items() if n not in removed}
+            lacking = {n: leaf_spec for n, leaf_spec in specs.items() if n not in removed}
             refused(functools.partial(mapping.abstract, lacking), removed)
 
 
@@ -105,28 +105,28 @@ def test_no_load_and_no_conversion_without_it(saved, tmp_path, name, target, rem
     names = kinds(tensors)[removed]
     folder = copy(whole, tmp_path / "lacking", without=names)
     mapping = families.mapping(whole, target=target)
-    wanted = mapping.abstract(whole)
+    abstract = mapping.abstract(whole)
     for call in (
         functools.partial(mapping.abstract, folder),
         functools.partial(osl.load, folder, mapping=mapping),
-        functools.partial(osl.load, folder, wanted, mapping=mapping),
+        functools.partial(osl.load, folder, abstract, mapping=mapping),
         functools.partial(osl.metadata, folder, mapping=mapping),
         functools.partial(osl.convert, folder, tmp_path / "out", mapping=mapping),
-        functools.partial(mapping.like(folder).inverse().bind, facts_of_tree(wanted)),
+        functools.partial(mapping.like(folder).inverse().bind, specs_of_tree(abstract)),
     ):
         refused(call, names)
     assert not (tmp_path / "out").exists()
 
 
-def facts_of_tree(tree, before=""):
+def specs_of_tree(tree, before=""):
     """Shape and dtype by dotted name."""
-    found = {}
+    specs = {}
     for name, value in tree.items():
         below = isinstance(value, dict)
-        found |= facts_of_tree(value, f"{before}{name}.") if below else {
+        specs |= specs_of_tree(value, f"{before}{name}.") if below else {
             f"{before}{name}": (value.shape, value.dtype)
         }  # fmt: skip
-    return found
+    return specs
 
 
 # Architectures whose tensors have the same names: the one is the other by another name.
@@ -137,11 +137,11 @@ def test_no_family_takes_the_folder_of_another(saved):
     """Whatever the configuration lacks for the other family is given to it."""
     counts = {"refused": 0, "same": 0}
     for theirs in families.TARGETS["plain"]:
-        facts = facts_of(saved[theirs].tensors)
+        specs = specs_of(saved[theirs].tensors)
         for ours in families.TARGETS["plain"]:
             config = saved[ours].config | {"layer_types": None} | saved[theirs].config
             make = functools.partial(getattr(families, ours), config)
-            call = functools.partial(make(model_type=config["model_type"]).abstract, facts)
+            call = functools.partial(make(model_type=config["model_type"]).abstract, specs)
             if ours != theirs:
                 with pytest.raises(MappingError, match=r"model_type is '.*by another name, say so"):
                     make()
@@ -205,12 +205,12 @@ def test_configurations_that_a_family_takes():
         {"model_type": "internvl", "text_config": config | {"model_type": "qwen2"}},
     ):
         families.qwen2(given)
-    for given, found in (
+    for given, expected in (
         (config | {"model_type": 7}, "7"),
         ({"model_type": "qwen2", "text_config": config | {"model_type": "qwen3"}}, "'qwen3'"),
         ({"model_type": "internvl", "text_config": config}, "'internvl'"),
     ):
-        with pytest.raises(MappingError, match=f"model_type is {found}"):
+        with pytest.raises(MappingError, match=f"model_type is {expected}"):
             families.qwen2(given)
     with pytest.raises(MappingError, match="model_type is None"):
         families.qwen2(config, model_type="yi")
@@ -251,4 +251,4 @@ def test_layers_that_the_configuration_does_not_know(saved):
     for scan in (True, False):
         mapping = families.mapping(config | {"num_hidden_layers": 2}, scan=scan)
         with pytest.raises(MappingError, match=r"no rule uses tensor 'model.layers.2"):
-            mapping.abstract(facts_of(tensors))
+            mapping.abstract(specs_of(tensors))

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from family_models import DIMS, copy, make, read_one
-from mapping_expressions import facts_of
+from mapping_expressions import specs_of
 from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
@@ -41,7 +41,7 @@ def nested(outer, text, tied, inner_tied):
 
 @pytest.mark.parametrize("text", ["qwen2", "gemma3_text"])  # inner flags: false, true by default
 def test_outer_and_inner_flags_as_transformers_reads_them(text):
-    """Of all models that take any text model, but for VibeVoice: the outer flag never counts."""
+    """The outer flag never counts, in all models that take any text model, but for VibeVoice."""
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     if not __version__.startswith("5.23."):
@@ -81,7 +81,7 @@ def array(tensor):
 
 
 def check_against(model, folder, make_mapping, head):
-    """What is loaded is what transformers computes with, or it is refused by name."""
+    """Loads give what transformers computes with, or refuse it by name."""
     theirs, embedding = array(model.lm_head.weight), array(model.get_input_embeddings().weight)
     default, untied = make_mapping(folder), make_mapping(folder, untie=True)
     if head == "other":
@@ -92,10 +92,10 @@ def check_against(model, folder, make_mapping, head):
     else:
         tree = osl.load(folder, mapping=default)
         assert_same_bits(np.asarray(tree["embed_tokens.embedding"], np.float32), embedding)
-        found = (
+        head_values = (
             tree["lm_head.kernel"].T if "lm_head.kernel" in tree else tree["embed_tokens.embedding"]
         )
-        assert_same_bits(np.asarray(found, np.float32), theirs)
+        assert_same_bits(np.asarray(head_values, np.float32), theirs)
     tree = osl.load(folder, mapping=untied)
     assert_same_bits(np.asarray(tree["lm_head.kernel"].T, np.float32), theirs)
     assert_same_bits(np.asarray(tree["embed_tokens.embedding"], np.float32), embedding)
@@ -126,29 +126,29 @@ def test_models_without_a_head(tmp_path, name):
     """`architectures` names such a class; of any other an output kernel that lacks is an error."""
     import transformers
 
-    made = make(name, tmp_path / "made")
+    model = make(name, tmp_path / "made")
     body = tmp_path / "body"
-    made.model.model.save_pretrained(body)
+    model.model.model.save_pretrained(body)
     config = json.loads((body / "config.json").read_text())
-    assert config["architectures"] == [type(made.model.model).__name__]
+    assert config["architectures"] == [type(model.model.model).__name__]
     assert not config["tie_word_embeddings"]
     for given in (body, config):
         mapping = families.mapping(given, prefix="")
         tree = osl.load(body, mapping=mapping)
         assert "lm_head.kernel" not in tree
-        expected = families.mapping(made.folder).leaf_facts(made.folder)
+        expected = families.mapping(model.folder).leaf_facts(model.folder)
         assert set(tree) == set(expected) - {"lm_head.kernel"}
     osl.save(tmp_path / "back", tree, mapping=families.mapping(body))
     (tmp_path / "back" / "config.json").write_text(json.dumps(config))
     _, report = transformers.AutoModel.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(report.values())
-    for classes in (None, [type(made.model).__name__]):
+    for classes in (None, [type(model.model).__name__]):
         (body / "config.json").write_text(json.dumps(config | {"architectures": classes}))
         with pytest.raises(MappingError, match=r"no tensor 'lm_head.weight'.*architectures"):
             families.mapping(body)
     # Files that have one count more than the name of a class.
-    untied = families.mapping(config_in(made.folder, architectures=["LlamaModel"]))
-    assert "lm_head.kernel" in untied.leaf_facts(made.folder)
+    untied = families.mapping(config_in(model.folder, architectures=["LlamaModel"]))
+    assert "lm_head.kernel" in untied.leaf_facts(model.folder)
 
 
 def config_in(folder, **changes):
@@ -206,10 +206,10 @@ def test_nested_flags_and_heads_against_logits(tmp_path, outer):
 
     make_mapping = getattr(families, NESTED[outer][0])
     for tied, inner_tied in itertools.product((True, False), repeat=2):
-        made = make_nested(outer, tmp_path / f"{tied}{inner_tied}", tied, inner_tied)
+        nested_model = make_nested(outer, tmp_path / f"{tied}{inner_tied}", tied, inner_tied)
         for head in HEADS:
             folder = tmp_path / f"{tied}{inner_tied}{head}"
-            with_head(made, folder, prefix_of(made), head)
+            with_head(nested_model, folder, prefix_of(nested_model), head)
             model, report = transformers.AutoModelForImageTextToText.from_pretrained(
                 folder, output_loading_info=True
             )
@@ -251,10 +251,10 @@ def test_heads_are_saved_back(qwen2, tmp_path, target, head):
     mapping = families.mapping(folder, target=target, untie=head == "other")
     tree = osl.load(folder, sharded(mapping.abstract(folder)), mapping=mapping)
     osl.save(tmp_path / "back", tree, mapping=mapping.like(folder))
-    expected, found = osl.load(folder), osl.load(tmp_path / "back")
-    assert set(found) == set(expected)
+    expected, loaded = osl.load(folder), osl.load(tmp_path / "back")
+    assert set(loaded) == set(expected)
     for name, value in expected.items():
-        assert_same_bits(np.asarray(found[name]), np.asarray(value))
+        assert_same_bits(np.asarray(loaded[name]), np.asarray(value))
 
 
 @pytest.mark.parametrize("like", [True, False])
@@ -285,10 +285,10 @@ def test_one_bit_that_differs_is_found_in_its_shard(qwen2, tmp_path, target, row
     head[row, 31] *= -1
     folder = copy(qwen2, tmp_path / "files", more={"lm_head.weight": head})
     mapping = families.mapping(folder, target=target)
-    wanted = sharded(mapping.abstract(folder))
+    abstract = sharded(mapping.abstract(folder))
     for call in (
         functools.partial(osl.load, folder, mapping=mapping),
-        functools.partial(osl.load, folder, wanted, mapping=mapping),
+        functools.partial(osl.load, folder, abstract, mapping=mapping),
         functools.partial(osl.convert, folder, tmp_path / "out", mapping=mapping),
     ):
         with pytest.raises(MappingError, match="is not a copy of"):
@@ -323,11 +323,11 @@ def leave_out(tree, whole):
 
 
 def test_heads_of_another_shape_or_dtype_than_the_embedding(qwen2):
-    mapping, facts = families.mapping(qwen2), dict(facts_of(osl.load(qwen2)))
-    shape, dtype = facts["model.embed_tokens.weight"]
+    mapping, specs = families.mapping(qwen2), dict(specs_of(osl.load(qwen2)))
+    shape, dtype = specs["model.embed_tokens.weight"]
     for other in (((90, 32), dtype), (shape, np.dtype(np.float32))):
         with pytest.raises(MappingError, match="is not a copy of"):
-            mapping.abstract(facts | {"lm_head.weight": other})
+            mapping.abstract(specs | {"lm_head.weight": other})
 
 
 def test_each_process_compares_what_it_loads(qwen2, tmp_path):
@@ -336,8 +336,8 @@ def test_each_process_compares_what_it_loads(qwen2, tmp_path):
     costs = []
     for path in (qwen2, folder):
         mapping = families.mapping(path)
-        wanted = sharded(mapping.abstract(path), AbstractMesh((4, 2), ("x", "y")))
-        plan = osl.plan_load(path, wanted, mapping=mapping, process_index=1, process_count=8)
+        abstract = sharded(mapping.abstract(path), AbstractMesh((4, 2), ("x", "y")))
+        plan = osl.plan_load(path, abstract, mapping=mapping, process_index=1, process_count=8)
         costs.append(plan.cost().needed_bytes)
     assert costs[1] - costs[0] == 96 * 32 * 2 // 8
 
@@ -356,9 +356,9 @@ def test_vision_is_not_lost_without_a_word(tmp_path):
         mapping.like(folder)
     for name in ("out", "other"):  # a mapping of the folder, and one of its configuration alone
         config = json.loads((folder / "config.json").read_text())
-        made = mapping if name == "out" else families.mapping(config)
+        ready = mapping if name == "out" else families.mapping(config)
         with pytest.raises(MappingError, match=r"would lack tensors.*vision_tower.*leave_out="):
-            osl.save(tmp_path / name, osl.load(folder, mapping=mapping), mapping=made)
+            osl.save(tmp_path / name, osl.load(folder, mapping=mapping), mapping=ready)
         assert not (tmp_path / name).exists()
     saving = mapping.like(folder, leave_out=["*vision_tower.*", "*multi_modal_projector.*"])
     osl.save(tmp_path / "text", osl.load(folder, mapping=mapping), mapping=saving)

@@ -64,13 +64,13 @@ def result(config, folder, target, scan):
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    found = {}
+    cases_by_name = {}
     for name in CONFIGS:
         folder = tmp_path_factory.mktemp(name)
         config = make(name, folder)
         expected = {choice: result(folder, folder, *choice) for choice in options(config)}
-        found[name] = Case(folder, config, expected)
-    return found
+        cases_by_name[name] = Case(folder, config, expected)
+    return cases_by_name
 
 
 def places(value, path=()):
@@ -160,12 +160,12 @@ def is_another_model(key, value):
 
 
 def attempt(case, config, folder, choice):
-    """What became of one configuration: refused, as before, or what else there is."""
+    """Return what became of one configuration: refused, as before, or what else there is."""
     try:
-        found = result(config, folder, *choice)
+        outcome = result(config, folder, *choice)
     except osl.SafetensorsLayoutError as error:
         return "refused" if len(str(error)) < 50_000 else "refused at length"
-    return "accepted" if found == case.expected[choice] else "different"
+    return "accepted" if outcome == case.expected[choice] else "different"
 
 
 def inspected(folder):
@@ -212,18 +212,18 @@ def try_many(cases, seed, count, tmp_path):
         as_dict = not spoiled and rng.random() < 0.3
         try:
             with limited():
-                found = attempt(case, config if as_dict else case.folder, case.folder, choice)
+                outcome = attempt(case, config if as_dict else case.folder, case.folder, choice)
                 if number % 4 == 0:
                     inspected(case.folder)
         except TooLong:
-            found = "hanging"
+            outcome = "hanging"
         except Exception as error:
-            found = f"raw {type(error).__name__}"
-        if found == "different" and (spoiled or is_another_model(key, value)):
-            found = "another model"
-        counts[found] += 1
-        if found not in ("refused", "accepted", "another model"):
-            wrong.append((seed, number, name, choice, key, repr(value)[:60], found))
+            outcome = f"raw {type(error).__name__}"
+        if outcome == "different" and (spoiled or is_another_model(key, value)):
+            outcome = "another model"
+        counts[outcome] += 1
+        if outcome not in ("refused", "accepted", "another model"):
+            wrong.append((seed, number, name, choice, key, repr(value)[:60], outcome))
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     return counts, wrong, grown
 

@@ -1,4 +1,4 @@
-"""What no expression can be made of is refused by name, when it is written or when it is bound."""
+"""Arguments that make no expression are refused by name, when it is written or bound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orbax_safetensors_layout.errors import MappingError
 
 W = osl.tensor("w")
 HUGE = 10**400
-FACTS = {
+SPECS = {
     "w": ((2, 2), np.dtype("float32")),
     "i": ((4,), np.dtype("int8")),
     "n": ((4,), np.dtype(ml_dtypes.int4)),
@@ -25,7 +25,7 @@ FACTS = {
 
 
 def bound(expr: osl.Expr) -> None:
-    expr.bind({}, FACTS)
+    expr.bind({}, SPECS)
 
 
 WRONG = {
@@ -111,7 +111,7 @@ def test_arguments_are_refused_by_name(what):
     ],
 )  # fmt: skip
 def test_values_that_a_dtype_does_not_hold_are_refused(name, value):
-    dtype = FACTS[name][1]
+    dtype = SPECS[name][1]
     for expr in (osl.tensor(name).pad(0, 1, 1, value=value), osl.fill((2,), value, dtype)):
         with pytest.raises(MappingError, match=r" is not a value of "):
             bound(expr)
@@ -123,9 +123,9 @@ def test_values_that_a_dtype_holds_are_taken():
         ("w", complex(1, 0)), ("c", 1j), ("i", -128), ("i", 3.0), ("n", 7), ("b", 1),
         ("h", np.float32(2)), ("w", ml_dtypes.bfloat16(2)), ("i", np.array(5)), ("w", 1 << 70),
     ]:  # fmt: skip
-        dtype = FACTS[name][1]
-        found = osl.tensor(name).pad(0, 1, 0, value=value).bind({}, FACTS)
-        assert found.dtype == dtype
+        dtype = SPECS[name][1]
+        bound_expr = osl.tensor(name).pad(0, 1, 0, value=value).bind({}, SPECS)
+        assert bound_expr.dtype == dtype
         bound(osl.fill((2,), value, dtype))
     bound(W.reshape(np.array([4, 1])))
     bound(W.transpose(np.array([1, 0])).take(0, np.array([1, 0])))
@@ -140,8 +140,14 @@ def test_constants_beyond_a_dtype_are_refused(name):
 
 
 def test_scalars_of_jax_are_numbers():
-    for made in (jnp.float32(2), jnp.asarray(2.0), 4 / jnp.sqrt(4), jnp.bfloat16(2), jnp.int32(2)):
-        assert repr(W.scale(made)) in (repr(W.scale(2.0)), repr(W.scale(2)))
+    for constant in (
+        jnp.float32(2),
+        jnp.asarray(2.0),
+        4 / jnp.sqrt(4),
+        jnp.bfloat16(2),
+        jnp.int32(2),
+    ):
+        assert repr(W.scale(constant)) in (repr(W.scale(2.0)), repr(W.scale(2)))
     for wrong in (jnp.ones(2), jax.random.key(0), jax.ShapeDtypeStruct((), jnp.float32)):
         with pytest.raises(osl.MappingError, match="takes a real number"):
             W.scale(wrong)

@@ -1,4 +1,4 @@
-"""What users write: names, shapes, the rearrange notation, and what is refused."""
+"""Expressions as users write them: names, shapes, the rearrange notation, and refusals."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def rearranged(array, pattern, **sizes):
 )
 def test_rearrange(shape, pattern, sizes):
     array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    made = bind(X.rearrange(pattern, **sizes), x=shape)
-    same(evaluate(made, {"x": array}), rearranged(array, pattern.replace("()", "1"), **sizes))
+    bound_expr = bind(X.rearrange(pattern, **sizes), x=shape)
+    same(evaluate(bound_expr, {"x": array}), rearranged(array, pattern.replace("()", "1"), **sizes))
 
 
 def test_rearrange_with_any_number_of_axes():
     array = np.arange(120, dtype=np.float32).reshape(2, 3, 20)
-    made = bind(X.rearrange("... (h d) -> h ... d", h=4), x=array.shape)
-    same(evaluate(made, {"x": array}), array.reshape(2, 3, 4, 5).transpose(2, 0, 1, 3))
+    bound_expr = bind(X.rearrange("... (h d) -> h ... d", h=4), x=array.shape)
+    same(evaluate(bound_expr, {"x": array}), array.reshape(2, 3, 4, 5).transpose(2, 0, 1, 3))
 
 
 @given(st.data())
@@ -100,8 +100,8 @@ def test_rearrange_of_random_patterns(data):
 
     (left, shape), (right, _) = side(), side()
     array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    made = bind(X.rearrange(f"{left} -> {right}", **sizes), x=tuple(shape))
-    same(evaluate(made, {"x": array}), rearranged(array, f"{left} -> {right}", **sizes))
+    bound_expr = bind(X.rearrange(f"{left} -> {right}", **sizes), x=tuple(shape))
+    same(evaluate(bound_expr, {"x": array}), rearranged(array, f"{left} -> {right}", **sizes))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_shape_that_does_not_fit_names_the_expression_and_the_tensor():
         (lambda: stack(X, "i", indices=slice(None, None, -1)), "must go up"),
     ],
 )
-def test_what_can_not_be_written(make, problem):
+def test_what_cannot_be_written(make, problem):
     with pytest.raises(MappingError, match=problem):
         make()
 
@@ -248,9 +248,9 @@ def test_what_is_no_integer_is_refused_where_it_is_written(make):
 
 
 def test_numbers_in_names_may_be_of_any_size():
-    facts = {f"l.{i}.w": ((2,), F32) for i in (0, 1, "9" * 17, "9" * 5000)}
+    specs = {f"l.{i}.w": ((2,), F32) for i in (0, 1, "9" * 17, "9" * 5000)}
     with pytest.raises(MappingError, match=r"for i = 0..1, 9{17}, but none for 2..101 and more"):
-        stack(tensor("l.{i}.w"), over="i").bind({}, facts)
+        stack(tensor("l.{i}.w"), over="i").bind({}, specs)
     names = [f"a.{n}" for n in ("9" * 5000, "10", "9", "٣", "007")]
     assert sorted(names, key=natural_key) == ["a.007", "a.9", "a.10", names[0], "a.٣"]
 
@@ -282,9 +282,9 @@ def test_repr_is_what_was_written():
         ".slice(0, 1).slice(0, 1, 5).take(1, [0, 1, 2, 3, 4, 5, 6, 7 and 4 more]).pad(0, 1, 2, -1)"
         ".repeat(0, 2).cast('bfloat16').scale(0.5).add(1, lossy_inverse=True)"
     )
-    made = bind(X.transpose(), x=(2, 3))
-    assert repr(made) == "<Permuted [3, 2] float32>"
-    assert repr(made.operand) == "<WholeTensor [2, 3] float32>"
+    bound_expr = bind(X.transpose(), x=(2, 3))
+    assert repr(bound_expr) == "<Permuted [3, 2] float32>"
+    assert repr(bound_expr.operand) == "<WholeTensor [2, 3] float32>"
     assert repr(fill((2,), 0, "int8")) == "fill((2,), 0, 'int8')"
 
 

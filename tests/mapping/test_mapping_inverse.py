@@ -14,11 +14,11 @@ from mapping_expressions import (
     INDEX_OPS,
     cases,
     evaluate,
-    facts_of,
     index_only,
     reshape,
     same,
     slice_,
+    specs_of,
     take,
 )
 
@@ -38,23 +38,23 @@ BIJECTIONS = tuple(op for op in INDEX_OPS if op not in (slice_, take))
 
 
 def inverted(case):
-    made = case.expr.bind({}, facts_of(case.tensors))
-    return invert({"leaf": made}, {"leaf": TensorSpec(made.shape, made.dtype)})
+    bound_expr = case.expr.bind({}, specs_of(case.tensors))
+    return invert({"leaf": bound_expr}, {"leaf": TensorSpec(bound_expr.shape, bound_expr.dtype)})
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_the_inverse_of_a_bijection_gives_back_every_tensor(data):
     case = data.draw(cases(BIJECTIONS))
-    found = inverted(case)
-    assert set(found) == set(case.tensors)
-    for name, made in found.items():
-        same(evaluate(made, {"leaf": case.array}), case.tensors[name])
-        box = data.draw(boxes_in(made.shape))
-        pieces = made.pull_back(box)
+    inverse = inverted(case)
+    assert set(inverse) == set(case.tensors)
+    for name, bound_expr in inverse.items():
+        same(evaluate(bound_expr, {"leaf": case.array}), case.tensors[name])
+        box = data.draw(boxes_in(bound_expr.shape))
+        pieces = bound_expr.pull_back(box)
         assert index_only(pieces)
         assert cover([piece.box for piece in pieces], box)
-        same(evaluate(made, {"leaf": case.array}, box), case.tensors[name][box.slices])
+        same(evaluate(bound_expr, {"leaf": case.array}, box), case.tensors[name][box.slices])
 
 
 @settings(max_examples=300, deadline=None)
@@ -63,13 +63,13 @@ def test_what_inverts_gives_back_every_tensor(data):
     """Slices and takes may lose elements; what loses none comes back."""
     case = data.draw(cases(ALL_OPS))
     try:
-        found = inverted(case)
+        inverse = inverted(case)
     except MappingError:
         if not any(f"{op}(" in repr(case.expr) for op in ("slice", "take")):
             raise
         return
-    for name, made in found.items():
-        same(evaluate(made, {"leaf": case.array}), case.tensors[name])
+    for name, bound_expr in inverse.items():
+        same(evaluate(bound_expr, {"leaf": case.array}), case.tensors[name])
 
 
 def partition(draw, expr, array, depth):
@@ -102,28 +102,32 @@ def test_a_tensor_in_several_leaves(data):
     case = data.draw(cases(operations, depth=3))
     parts = list(partition(data.draw, case.expr, case.array, 3))
     leaves = {f"leaf{i}": array for i, (_, array) in enumerate(parts)}
-    facts = facts_of(case.tensors)
-    mades = {f"leaf{i}": expr.bind({}, facts) for i, (expr, _) in enumerate(parts)}
-    found = invert(mades, {name: TensorSpec(a.shape, a.dtype) for name, a in leaves.items()})
-    for name, made in found.items():
-        same(evaluate(made, leaves), case.tensors[name])
-        box = data.draw(boxes_in(made.shape))
-        same(evaluate(made, leaves, box), case.tensors[name][box.slices])
+    specs = specs_of(case.tensors)
+    bound_exprs = {f"leaf{i}": expr.bind({}, specs) for i, (expr, _) in enumerate(parts)}
+    inverse = invert(
+        bound_exprs, {name: TensorSpec(a.shape, a.dtype) for name, a in leaves.items()}
+    )
+    for name, bound_expr in inverse.items():
+        same(evaluate(bound_expr, leaves), case.tensors[name])
+        box = data.draw(boxes_in(bound_expr.shape))
+        same(evaluate(bound_expr, leaves, box), case.tensors[name][box.slices])
 
 
 def check_both_ways(rules, tensors, *, infer=True, loaded=None):
     """Loads everything, saves it, with the files' shapes known and without."""
     mapping = Mapping(rules)
-    forward = mapping.bind(facts_of(tensors))
-    leaves = {name: evaluate(made, tensors) for name, made in forward.expressions.items()}
+    forward = mapping.bind(specs_of(tensors))
+    leaves = {
+        name: evaluate(expression, tensors) for name, expression in forward.expressions.items()
+    }
     if loaded:
         leaves = {name: value.astype(loaded) for name, value in leaves.items()}
-    for known in (facts_of(tensors), None) if infer else (facts_of(tensors),):
-        back = mapping.inverse().bind(facts_of(leaves), known)
+    for known in (specs_of(tensors), None) if infer else (specs_of(tensors),):
+        back = mapping.inverse().bind(specs_of(leaves), known)
         assert set(back.expressions) == set(tensors)
-        for name, made in back.expressions.items():
-            same(evaluate(made, leaves), tensors[name])
-    return mapping.inverse().bind(facts_of(leaves), facts_of(tensors))
+        for name, expression in back.expressions.items():
+            same(evaluate(expression, leaves), tensors[name])
+    return mapping.inverse().bind(specs_of(leaves), specs_of(tensors))
 
 
 def random_tensors(dtype=F32, **shapes):
@@ -259,8 +263,8 @@ def test_values_are_only_undone_exactly():
         (tensor("f").add(0, lossy_inverse=True), x),
         (tensor("f").scale(3, lossy_inverse=True).cast("float64"), x.astype(np.float64) * 3),
     ):
-        (made,) = save(expr).expressions.values()
-        np.testing.assert_allclose(evaluate(made, {"x": loaded.astype(F32)}), x, rtol=1e-6)
+        (expression,) = save(expr).expressions.values()
+        np.testing.assert_allclose(evaluate(expression, {"x": loaded.astype(F32)}), x, rtol=1e-6)
     with pytest.raises(MappingError) as caught:
         save(tensor("f").scale(0.3))
     assert str(caught.value) == (
@@ -275,14 +279,18 @@ def test_values_are_only_undone_exactly():
         save(tensor("f").add(1))
     with pytest.raises(MappingError, match=r"scale\(0\) does not invert"):
         save(tensor("f").scale(0))
-    made = opaque(np.sum, tensor("f"), shape=(4,), dtype="float32").bind({}, {"f": ((4,), F32)})
+    expression = opaque(np.sum, tensor("f"), shape=(4,), dtype="float32").bind(
+        {}, {"f": ((4,), F32)}
+    )
     with pytest.raises(MappingError, match="by a function does not invert"):
-        invert({"x": made}, {"x": TensorSpec((4,), F32)})
+        invert({"x": expression}, {"x": TensorSpec((4,), F32)})
     integers = Mapping([rule("x", tensor("f").add(3))]).inverse()
-    (made,) = integers.bind({"x": ((2,), np.int8)}, {"f": ((2,), np.int8)}).expressions.values()
-    same(evaluate(made, {"x": np.int8([5, -125])}), np.int8([2, -128]))
+    (expression,) = integers.bind(
+        {"x": ((2,), np.int8)}, {"f": ((2,), np.int8)}
+    ).expressions.values()
+    same(evaluate(expression, {"x": np.int8([5, -125])}), np.int8([2, -128]))
     with pytest.raises(DtypeMismatchError, match=r"1 values do not fit the add\(-3\)"):
-        evaluate(made, {"x": np.int8([5, -128])})
+        evaluate(expression, {"x": np.int8([5, -128])})
 
 
 def test_what_never_inverts_is_refused_before_there_are_shapes():
@@ -366,7 +374,7 @@ def test_tied_leaves_are_skipped():
         ),
     ],
 )
-def test_what_can_not_be_saved(rules, problem):
+def test_what_cannot_be_saved(rules, problem):
     files = {"x": ((6, 4), F32)}
     mapping = Mapping(rules)
     leaves = mapping.bind(files).specs()
@@ -433,7 +441,10 @@ def test_parts_that_split_a_tensor_in_ways_that_do_not_nest():
 
 def parts_of(*indices):
     """Rules of leaves that have these indices of a vector."""
-    return [rule(f"leaf{i}", tensor("x").take(0, some)) for i, some in enumerate(indices)]
+    return [
+        rule(f"leaf{i}", tensor("x").take(0, indices_of_leaf))
+        for i, indices_of_leaf in enumerate(indices)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -528,7 +539,7 @@ def test_empty_tensors():
     mapping = Mapping([rule("a", concat([tensor("x"), tensor("y")], 0)), rule("b", tensor("z"))])
     files = {"x": ((0, 2), F32), "y": ((3, 2), F32), "z": ((0,), F32)}
     back = mapping.inverse().bind({"a": ((3, 2), F32), "b": ((0,), F32)}, files)
-    assert {name: made.shape for name, made in back.expressions.items()} == {
+    assert {name: expression.shape for name, expression in back.expressions.items()} == {
         name: shape for name, (shape, _) in files.items()
     }
     assert back.expressions["x"].pull_back(Box((0, 0), (0, 2))) == ()

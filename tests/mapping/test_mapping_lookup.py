@@ -64,8 +64,8 @@ def test_a_family_and_a_model_side(name, options):
 def test_a_family_of_a_configuration_file(tmp_path):
     config = CONFIG | {"model_type": "mistral"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    made = find_mapping("mistral:plain", tmp_path / "config.json")
-    assert repr(made) == repr(osl.families.mistral(config))
+    mapping = find_mapping("mistral:plain", tmp_path / "config.json")
+    assert repr(mapping) == repr(osl.families.mistral(config))
     with pytest.raises(osl.MappingError, match=r"mistral is asked for, .* model_type is 'llama'"):
         find_mapping("mistral:plain", CONFIG)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from boxes import boxes_in
 from hypothesis import given, settings, strategies as st
-from mapping_expressions import ALL_OPS, cases, evaluate, facts_of, index_only, reader, same
+from mapping_expressions import ALL_OPS, cases, evaluate, index_only, reader, same, specs_of
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 from orbax_safetensors_layout.geometry.affine import AffineView
@@ -39,8 +39,8 @@ def bound(expr, captures=None, dtype=F32, **shapes):
     return expr.bind(captures or {}, {name: (shape, dtype) for name, shape in shapes.items()})
 
 
-def whole(made, *, refined=False):
-    return made.pull_back(Box.whole(made.shape), refined=refined)
+def whole(bound_expr, *, refined=False):
+    return bound_expr.pull_back(Box.whole(bound_expr.shape), refined=refined)
 
 
 def overlap(boxes):
@@ -51,11 +51,11 @@ def overlap(boxes):
 @given(st.data())
 def test_pieces_are_what_numpy_makes_of_the_full_tensors(data):
     case = data.draw(cases(ALL_OPS))
-    made = case.expr.bind({}, facts_of(case.tensors))
-    assert (made.shape, made.dtype) == (case.array.shape, F32)
-    assert set(made.sources()) == set(case.tensors)
-    box = data.draw(boxes_in(made.shape))
-    pieces = made.pull_back(box)
+    bound_expr = case.expr.bind({}, specs_of(case.tensors))
+    assert (bound_expr.shape, bound_expr.dtype) == (case.array.shape, F32)
+    assert set(bound_expr.sources()) == set(case.tensors)
+    box = data.draw(boxes_in(bound_expr.shape))
+    pieces = bound_expr.pull_back(box)
     boxes = [piece.box for piece in pieces]
     assert cover(boxes, box)
     assert not overlap(boxes[:60])
@@ -63,20 +63,20 @@ def test_pieces_are_what_numpy_makes_of_the_full_tensors(data):
         piece.view.shape == piece.box.shape for piece in pieces if isinstance(piece, AffinePiece)
     )
     expected = case.array[box.slices]
-    same(evaluate(made, case.tensors, box), expected)
-    assert cover([piece.box for piece in made.pull_back(box, refined=True)], box)
-    same(evaluate(made, case.tensors, box, refined=True), expected)
-    assert index_only(pieces) or not index_only(whole(made))
+    same(evaluate(bound_expr, case.tensors, box), expected)
+    assert cover([piece.box for piece in bound_expr.pull_back(box, refined=True)], box)
+    same(evaluate(bound_expr, case.tensors, box, refined=True), expected)
+    assert index_only(pieces) or not index_only(whole(bound_expr))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_only_what_is_needed_is_read(data):
     case = data.draw(cases(ALL_OPS))
-    made = case.expr.bind({}, facts_of(case.tensors))
-    box = data.draw(boxes_in(made.shape))
+    bound_expr = case.expr.bind({}, specs_of(case.tensors))
+    box = data.draw(boxes_in(bound_expr.shape))
     read = reader(case.tensors)
-    touched = [read(piece) for piece in affine_pieces(made.pull_back(box))]
+    touched = [read(piece) for piece in affine_pieces(bound_expr.pull_back(box))]
     assert sum(values.size for values in touched) <= box.size
 
 
@@ -104,43 +104,43 @@ def test_only_what_is_needed_is_read(data):
     ],
 )
 def test_number_of_pieces(expr, shape, count, refined):
-    made = bound(expr, x=shape)
-    assert len(whole(made)) == count
-    assert len(whole(made, refined=True)) == refined
+    bound_expr = bound(expr, x=shape)
+    assert len(whole(bound_expr)) == count
+    assert len(whole(bound_expr, refined=True)) == refined
 
 
 def test_merging_pieces_costs_what_the_box_needs():
-    made = bound(tensor("x").transpose().reshape(-1), x=(1 << 20, 1 << 20))
-    (piece,) = made.pull_back(Box((5,), (9,)))
+    bound_expr = bound(tensor("x").transpose().reshape(-1), x=(1 << 20, 1 << 20))
+    (piece,) = bound_expr.pull_back(Box((5,), (9,)))
     assert piece.view == AffineView(5 << 20, (4,), (1 << 20,))
-    pieces = made.pull_back(Box(((1 << 20) - 2,), ((3 << 20) + 1,)))
+    pieces = bound_expr.pull_back(Box(((1 << 20) - 2,), ((3 << 20) + 1,)))
     assert [piece.box.size for piece in pieces] == [2, 1 << 20, 1 << 20, 1]
-    assert len(made.pull_back(Box((7,), (1 << 40,)), refined=True)) == 2
+    assert len(bound_expr.pull_back(Box((7,), (1 << 40,)), refined=True)) == 2
 
 
 def test_merged_pieces_that_continue_are_one():
     """`b` is 1, so that the merged axes nest although a slice moved the begin of the box."""
-    made = bound(tensor("x").rearrange("a b c -> b (a c)"), x=(8, 1, 4))
-    assert len(made.pull_back(Box((0, 3), (1, 27)))) == 1
+    bound_expr = bound(tensor("x").rearrange("a b c -> b (a c)"), x=(8, 1, 4))
+    assert len(bound_expr.pull_back(Box((0, 3), (1, 27)))) == 1
 
 
 @pytest.mark.parametrize("refined", [False, True])
 def test_fused_gate_up(refined):
     x = random_tensor(4, 6, 10)
     gate = tensor("x").slice(-1, None, None, 2).transpose(0, 2, 1)
-    made = bound(gate, x=x.shape)
-    (piece,) = whole(made, refined=refined)
+    bound_expr = bound(gate, x=x.shape)
+    (piece,) = whole(bound_expr, refined=refined)
     assert piece.view == AffineView(0, (4, 5, 6), (60, 2, 10))
-    same(evaluate(made, {"x": x}), x[..., ::2].transpose(0, 2, 1))
+    same(evaluate(bound_expr, {"x": x}), x[..., ::2].transpose(0, 2, 1))
 
 
 def test_concatenations_below_a_reshape():
     """The parts end within a row, so that this row is of two pieces."""
     x, y = random_tensor(5), random_tensor(7)
-    made = bound(concat([tensor("x"), tensor("y")], 0).reshape(3, 4), x=(5,), y=(7,))
+    bound_expr = bound(concat([tensor("x"), tensor("y")], 0).reshape(3, 4), x=(5,), y=(7,))
     array = np.concatenate([x, y]).reshape(3, 4)
-    same(evaluate(made, {"x": x, "y": y}), array)
-    assert [(p.source, p.box.start, p.box.stop) for p in whole(made)] == [
+    same(evaluate(bound_expr, {"x": x, "y": y}), array)
+    assert [(p.source, p.box.start, p.box.stop) for p in whole(bound_expr)] == [
         ("x", (0, 0), (1, 4)),
         ("x", (1, 0), (2, 1)),
         ("y", (1, 1), (2, 4)),
@@ -155,14 +155,14 @@ def test_stacks_of_layers_and_experts():
         for e in range(5)
     }
     expr = stack(stack(tensor("layers.{i}.experts.{e}.w").transpose(), over="e"), "i", axis=1)
-    made = expr.bind({}, facts_of(tensors))
+    bound_expr = expr.bind({}, specs_of(tensors))
     array = np.stack(
         [np.stack([tensors[f"layers.{i}.experts.{e}.w"].T for e in range(5)]) for i in range(3)], 1
     )
-    assert made.shape == (5, 3, 3, 4)
+    assert bound_expr.shape == (5, 3, 3, 4)
     box = Box((1, 1, 0, 2), (3, 3, 2, 4))
-    same(evaluate(made, tensors, box), array[box.slices])
-    pieces = made.pull_back(box)
+    same(evaluate(bound_expr, tensors, box), array[box.slices])
+    pieces = bound_expr.pull_back(box)
     assert [p.source for p in pieces] == [
         f"layers.{i}.experts.{e}.w" for i in (1, 2) for e in (1, 2)
     ]
@@ -171,7 +171,7 @@ def test_stacks_of_layers_and_experts():
 
 def test_stacks_in_an_order_and_of_a_subset():
     tensors = {f"l.{i}": np.full(2, i, np.float32) for i in range(12)}
-    facts = facts_of(tensors)
+    specs = specs_of(tensors)
     for indices, expected in (
         (None, range(12)),
         (range(1, 12, 3), range(1, 12, 3)),
@@ -179,30 +179,30 @@ def test_stacks_in_an_order_and_of_a_subset():
         (slice(2, None, 5), [2, 7]),
         (slice(None, 3), [0, 1, 2]),
     ):
-        made = stack(tensor("l.{i}"), over="i", indices=indices).bind({}, facts)
-        assert made.sources() == tuple(f"l.{i}" for i in expected)
+        bound_expr = stack(tensor("l.{i}"), over="i", indices=indices).bind({}, specs)
+        assert bound_expr.sources() == tuple(f"l.{i}" for i in expected)
 
 
 def test_many_sources_cost_only_the_overlap():
-    facts = {f"l.{i}.e.{e}": ((64, 32), F32) for i in range(61) for e in range(256)}
+    specs = {f"l.{i}.e.{e}": ((64, 32), F32) for i in range(61) for e in range(256)}
     expr = stack(stack(tensor("l.{i}.e.{e}").transpose(), over="e"), over="i")
-    made = expr.bind({}, facts)
-    assert len(made.sources()) == 61 * 256
+    bound_expr = expr.bind({}, specs)
+    assert len(bound_expr.sources()) == 61 * 256
     box = Box((3, 16, 0, 0), (5, 32, 32, 64))
-    assert len(made.pull_back(box)) == 32
-    assert len(made.pull_back(Box.whole(made.shape))) == 61 * 256
+    assert len(bound_expr.pull_back(box)) == 32
+    assert len(bound_expr.pull_back(Box.whole(bound_expr.shape))) == 61 * 256
 
 
 def test_values_step_by_step():
     x = random_tensor(64, 8, dtype=BF16)
     expr = tensor("x").cast("float32").scale(0.1234).cast("bfloat16").transpose().add(1)
-    made = bound(expr, x=x.shape, dtype=BF16)
-    assert made.dtype == BF16
+    bound_expr = bound(expr, x=x.shape, dtype=BF16)
+    assert bound_expr.dtype == BF16
     once = (x.astype(np.float32) * np.float32(0.1234)).astype(BF16)
     expected = once.T + np.asarray(1, BF16)
     box = Box((2, 3), (7, 50))
-    same(evaluate(made, {"x": x}, box), expected[box.slices])
-    (piece,) = made.pull_back(box)
+    same(evaluate(bound_expr, {"x": x}, box), expected[box.slices])
+    (piece,) = bound_expr.pull_back(box)
     assert piece.ops == (Cast(F32), Scale(0.1234), Cast(BF16), Add(1))
     assert not index_only([piece])
 
@@ -210,8 +210,8 @@ def test_values_step_by_step():
 def test_embedding_times_the_root_of_its_width_rounds_in_its_own_dtype():
     """Gemma: the normaliser itself is rounded to bfloat16."""
     x = random_tensor(16, 8, dtype=BF16)
-    made = bound(tensor("x").scale(3072**0.5), x=x.shape, dtype=BF16)
-    same(evaluate(made, {"x": x}), x * np.asarray(55.5, BF16))  # 55.4256 rounds to 55.5
+    bound_expr = bound(tensor("x").scale(3072**0.5), x=x.shape, dtype=BF16)
+    same(evaluate(bound_expr, {"x": x}), x * np.asarray(55.5, BF16))  # 55.4256 rounds to 55.5
 
 
 def test_a_cast_to_the_same_dtype_is_none():
@@ -221,60 +221,60 @@ def test_a_cast_to_the_same_dtype_is_none():
 def test_pads_and_fills_take_later_operations_and_not_earlier_ones():
     x = random_tensor(3, 2)
     expr = concat([tensor("x").scale(2).pad(0, 1, 0, 5).scale(3), fill((1, 2), 7, "float32")], 0)
-    made = bound(expr.cast("float16"), x=x.shape)
+    bound_expr = bound(expr.cast("float16"), x=x.shape)
     array = np.concatenate([np.full((1, 2), 15), x * 2 * 3, np.full((1, 2), 7)])
-    same(evaluate(made, {"x": x}), array.astype(np.float16))
-    first, *_, last = whole(made)
+    same(evaluate(bound_expr, {"x": x}), array.astype(np.float16))
+    first, *_, last = whole(bound_expr)
     assert isinstance(first, FillPiece)
     assert (first.value, first.value.dtype) == (15, np.float16)
     assert (last.box, last.value) == (Box((4, 0), (5, 2)), 7)
 
 
 def test_scalars_and_empty_tensors():
-    made = bound(tensor("x").reshape(1, 1).transpose().reshape(), x=())
-    assert whole(made) == (AffinePiece(Box((), ()), "x", AffineView(0, (), ()), ()),)
-    same(evaluate(made, {"x": np.float32(3)}), np.float32([3]).reshape(()))
+    bound_expr = bound(tensor("x").reshape(1, 1).transpose().reshape(), x=())
+    assert whole(bound_expr) == (AffinePiece(Box((), ()), "x", AffineView(0, (), ()), ()),)
+    same(evaluate(bound_expr, {"x": np.float32(3)}), np.float32([3]).reshape(()))
     empty = bound(concat([tensor("x"), tensor("y")], 0), x=(0, 3), y=(2, 3))
     assert [piece.source for piece in whole(empty)] == ["y"]
     assert whole(bound(tensor("x").reshape(3, -1), x=(0, 3))) == ()
 
 
 def test_a_region_outside_is_refused():
-    made = bound(tensor("x"), x=(3, 4))
+    bound_expr = bound(tensor("x"), x=(3, 4))
     with pytest.raises(ValueError, match="not a region"):
-        made.pull_back(Box((0, 0), (3, 5)))
+        bound_expr.pull_back(Box((0, 0), (3, 5)))
     with pytest.raises(ValueError, match="not a region"):
-        made.pull_back(Box((0,), (3,)))
+        bound_expr.pull_back(Box((0,), (3,)))
 
 
 def test_opaque_reads_everything_and_gives_the_shard():
     x, y = random_tensor(4, 4), random_tensor(4)
     expr = opaque(lambda a, b: a @ np.diag(b), tensor("x"), tensor("y").scale(2.0), shape=(4, 4),
                   dtype="float32").transpose().reshape(16).cast("float64")  # fmt: skip
-    made = bound(expr, x=x.shape, y=y.shape)
+    bound_expr = bound(expr, x=x.shape, y=y.shape)
     expected = (x @ np.diag(y * 2)).T.reshape(16).astype(np.float64)
     for box in (Box((2,), (7,)), Box((0,), (16,))):
-        same(evaluate(made, {"x": x, "y": y}, box), expected[box.slices])
-        same(evaluate(made, {"x": x, "y": y}, box, refined=True), expected[box.slices])
-    pieces = made.pull_back(Box((1,), (3,)))
+        same(evaluate(bound_expr, {"x": x, "y": y}, box), expected[box.slices])
+        same(evaluate(bound_expr, {"x": x, "y": y}, box, refined=True), expected[box.slices])
+    pieces = bound_expr.pull_back(Box((1,), (3,)))
     assert all(isinstance(piece, ComputedPiece) for piece in pieces)
     assert sorted(p.view.shape for p in affine_pieces(pieces[:1])) == [(4,), (4, 4)]
 
 
 def test_opaque_that_gives_something_else_is_refused():
-    made = bound(opaque(np.sum, tensor("x"), shape=(2,), dtype="float32"), x=(2, 2))
+    bound_expr = bound(opaque(np.sum, tensor("x"), shape=(2,), dtype="float32"), x=(2, 2))
     with pytest.raises(
         MappingError, match=r"function sum .* \(expected: \[2\] float32, found: \[\]"
     ):
-        evaluate(made, {"x": np.ones((2, 2), np.float32)})
+        evaluate(bound_expr, {"x": np.ones((2, 2), np.float32)})
 
 
 def test_casts_to_integers_have_to_hold_every_value():
-    made = bound(tensor("x").cast("int8"), x=(3,))
-    same(evaluate(made, {"x": np.float32([1, -3, 127])}), np.int8([1, -3, 127]))
+    bound_expr = bound(tensor("x").cast("int8"), x=(3,))
+    same(evaluate(bound_expr, {"x": np.float32([1, -3, 127])}), np.int8([1, -3, 127]))
     for lost in (0.5, 128, np.nan, np.inf):
         with pytest.raises(DtypeMismatchError, match="1 values do not fit"):
-            evaluate(made, {"x": np.float32([1, lost, 2])})
+            evaluate(bound_expr, {"x": np.float32([1, lost, 2])})
     from_int4 = bound(tensor("x").cast("int16"), x=(2,), dtype=np.dtype(ml_dtypes.int4))
     same(evaluate(from_int4, {"x": np.array([-8, 7], ml_dtypes.int4)}), np.int16([-8, 7]))
     integers = bound(tensor("x").cast("int4"), x=(2,), dtype=np.dtype(np.int32))
@@ -293,10 +293,10 @@ def test_long_chains_of_operations_work_in_chunks():
 
 def test_assembling_into_a_given_array():
     x = random_tensor(4, 6)
-    made = bound(tensor("x").transpose(), x=x.shape)
+    bound_expr = bound(tensor("x").transpose(), x=x.shape)
     box = Box((1, 0), (3, 4))
     out = np.zeros((4, 4), np.float32)
-    assemble_box(made.pull_back(box), box, F32, reader({"x": x}), out=out[1:3])
+    assemble_box(bound_expr.pull_back(box), box, F32, reader({"x": x}), out=out[1:3])
     same(out[1:3], x.T[1:3])
     assert not out[0].any()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from boxes import boxes_in
 from hypothesis import given, settings, strategies as st
-from mapping_expressions import evaluate, facts_of, index_only, same
+from mapping_expressions import evaluate, index_only, same, specs_of
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
@@ -58,22 +58,22 @@ def test_block_scales(data):
         expr, expected = expr.slice(-1, None, None, -2), expected[..., ::-2]
     if data.draw(st.booleans()):
         expr, expected = expr.reshape(-1), expected.reshape(-1)
-    made = expr.bind({}, facts_of(tensors))
-    assert (made.shape, made.dtype) == (expected.shape, BF16)
-    box = data.draw(boxes_in(made.shape))
-    same(evaluate(made, tensors, box), expected[box.slices])
-    same(evaluate(made, tensors, box, refined=True), expected[box.slices])
+    bound_expr = expr.bind({}, specs_of(tensors))
+    assert (bound_expr.shape, bound_expr.dtype) == (expected.shape, BF16)
+    box = data.draw(boxes_in(bound_expr.shape))
+    same(evaluate(bound_expr, tensors, box), expected[box.slices])
+    same(evaluate(bound_expr, tensors, box, refined=True), expected[box.slices])
 
 
 def test_a_shard_reads_its_values_and_the_scales_of_its_blocks():
     """DeepSeek-V3: 128 x 128 blocks, 576 rows of which the last block has only 64."""
     tensors = fp8_blocks(576, 512, (128, 128))
-    made = dequantize_block(W, S).transpose().bind({}, facts_of(tensors))
-    pieces = made.pull_back(Box((100, 130), (300, 576)))
+    bound_expr = dequantize_block(W, S).transpose().bind({}, specs_of(tensors))
+    pieces = bound_expr.pull_back(Box((100, 130), (300, 576)))
     needed = {piece.source: piece.view.shape for piece in affine_pieces(pieces)}
     assert needed == {"w": (446, 200), "s": (4, 3)}
     expected = decoded_blocks(**tensors, block=(128, 128)).T
-    same(evaluate(made, tensors, Box((100, 130), (300, 576))), expected[100:300, 130:])
+    same(evaluate(bound_expr, tensors, Box((100, 130), (300, 576))), expected[100:300, 130:])
 
 
 def test_stacked_experts_of_quantised_layers():
@@ -82,14 +82,14 @@ def test_stacked_experts_of_quantised_layers():
         part = fp8_blocks(6, 8, (4, 4))
         tensors |= {f"e.{e}.w": part["w"], f"e.{e}.s": part["s"] + e}
     expr = stack(dequantize_block(tensor("e.{e}.w"), tensor("e.{e}.s"), (4, 4)), over="e")
-    made = Mapping([rule("experts", expr)]).bind(facts_of(tensors)).expressions["experts"]
+    bound_expr = Mapping([rule("experts", expr)]).bind(specs_of(tensors)).expressions["experts"]
     box = Box((1, 2, 0), (3, 5, 8))
     expected = np.stack(
         [decoded_blocks(tensors[f"e.{e}.w"], tensors[f"e.{e}.s"], (4, 4)) for e in range(3)]
     )
-    same(evaluate(made, tensors, box), expected[box.slices])
-    assert all(isinstance(piece, ComputedPiece) for piece in made.pull_back(box))
-    sources = {piece.source for piece in affine_pieces(made.pull_back(box))}
+    same(evaluate(bound_expr, tensors, box), expected[box.slices])
+    assert all(isinstance(piece, ComputedPiece) for piece in bound_expr.pull_back(box))
+    sources = {piece.source for piece in affine_pieces(bound_expr.pull_back(box))}
     assert sources == {"e.1.w", "e.1.s", "e.2.w", "e.2.s"}
 
 
@@ -114,16 +114,16 @@ def decoded_mxfp4(w, s):
 def test_mxfp4(data):
     groups = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     tensors = mxfp4(*groups)
-    made = dequantize_mxfp4(W, S).bind({}, facts_of(tensors))
-    box = data.draw(boxes_in(made.shape))
-    same(evaluate(made, tensors, box), decoded_mxfp4(**tensors)[box.slices])
+    bound_expr = dequantize_mxfp4(W, S).bind({}, specs_of(tensors))
+    box = data.draw(boxes_in(bound_expr.shape))
+    same(evaluate(bound_expr, tensors, box), decoded_mxfp4(**tensors)[box.slices])
 
 
 def test_the_scale_that_is_not_a_number():
     tensors = mxfp4(1)
     tensors["s"][:] = 255
-    made = dequantize_mxfp4(W, S, "float32").bind({}, facts_of(tensors))
-    assert np.isnan(evaluate(made, tensors)).all()
+    bound_expr = dequantize_mxfp4(W, S, "float32").bind({}, specs_of(tensors))
+    assert np.isnan(evaluate(bound_expr, tensors)).all()
 
 
 def test_every_second_row_is_read_alone():
@@ -132,14 +132,16 @@ def test_every_second_row_is_read_alone():
     expected = decoded_mxfp4(**tensors)
     for start in (0, 1):
         gate = dequantize_mxfp4(W, S).slice(1, start, None, 2).transpose(0, 2, 1)
-        made = gate.bind({}, facts_of(tensors))
+        bound_expr = gate.bind({}, specs_of(tensors))
         box = Box((1, 5, 1), (3, 60, 4))
-        same(evaluate(made, tensors, box), expected[:, start::2].transpose(0, 2, 1)[box.slices])
-        read = {p.source: p.view.shape for p in affine_pieces(made.pull_back(box))}
+        same(
+            evaluate(bound_expr, tensors, box), expected[:, start::2].transpose(0, 2, 1)[box.slices]
+        )
+        read = {p.source: p.view.shape for p in affine_pieces(bound_expr.pull_back(box))}
         assert read == {"w": (2, 3, 28), "s": (2, 3, 2)}
     down = dequantize_mxfp4(W, S).slice(1, None, None, -3).slice(0, 0, None, 2)
-    made = down.bind({}, facts_of(tensors))
-    same(evaluate(made, tensors), expected[::2, ::-3])
+    bound_expr = down.bind({}, specs_of(tensors))
+    same(evaluate(bound_expr, tensors), expected[::2, ::-3])
 
 
 def int4(rows, groups, group):
@@ -159,33 +161,34 @@ def test_packed_integers(data):
     rows, groups = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     group = data.draw(st.sampled_from([1, 3, 8, 12, 32]))
     tensors, expected = int4(rows, groups, group)
-    made = dequantize_int4(W, S, group).bind({}, facts_of(tensors))
-    assert (made.shape, made.dtype) == (expected.shape, BF16)
-    box = data.draw(boxes_in(made.shape))
-    same(evaluate(made, tensors, box), expected[box.slices])
-    needed = {p.source: p.view.shape[-1] for p in affine_pieces(made.pull_back(box))}
+    bound_expr = dequantize_int4(W, S, group).bind({}, specs_of(tensors))
+    assert (bound_expr.shape, bound_expr.dtype) == (expected.shape, BF16)
+    box = data.draw(boxes_in(bound_expr.shape))
+    same(evaluate(bound_expr, tensors, box), expected[box.slices])
+    needed = {p.source: p.view.shape[-1] for p in affine_pieces(bound_expr.pull_back(box))}
     assert needed["w"] <= box.shape[-1] // 8 + 2
     assert needed["s"] <= (box.shape[-1] + 14) // group + 2
 
 
 def test_more_rows_than_are_decoded_at_once():
     tensors = fp8_blocks(3000, 700, (128, 128))
-    made = dequantize_block(W, S, dtype="float32").bind({}, facts_of(tensors))
+    bound_expr = dequantize_block(W, S, dtype="float32").bind({}, specs_of(tensors))
     box = Box((1000, 3), (3000, 700))
     scale = np.repeat(np.repeat(tensors["s"], 128, 0), 128, 1)[:3000, :700]
-    same(evaluate(made, tensors, box), (tensors["w"].astype(F32) * scale)[box.slices])
+    same(evaluate(bound_expr, tensors, box), (tensors["w"].astype(F32) * scale)[box.slices])
 
 
 def test_quantised_tensors_as_they_are():
     tensors = fp8_blocks(6, 8, (4, 4))
     rules = [rule("q", W.transpose()), rule("q_scale", S.transpose())]
-    made = Mapping(rules).bind(facts_of(tensors))
-    assert made.specs()["q"].dtype == FP8
+    bound_mapping = Mapping(rules).bind(specs_of(tensors))
+    assert bound_mapping.specs()["q"].dtype == FP8
     assert all(
-        index_only(expr.pull_back(Box.whole(expr.shape))) for expr in made.expressions.values()
+        index_only(expr.pull_back(Box.whole(expr.shape)))
+        for expr in bound_mapping.expressions.values()
     )
-    leaves = {name: evaluate(expr, tensors) for name, expr in made.expressions.items()}
-    for name, expr in Mapping(rules).inverse().bind(facts_of(leaves)).expressions.items():
+    leaves = {name: evaluate(expr, tensors) for name, expr in bound_mapping.expressions.items()}
+    for name, expr in Mapping(rules).inverse().bind(specs_of(leaves)).expressions.items():
         same(evaluate(expr, leaves), tensors[name])
 
 
@@ -265,5 +268,5 @@ def test_dtypes_that_decoders_take(expr):
 
 def test_eight_bit_integers_in_blocks():
     values = {"w": np.arange(-8, 8, dtype=np.int8).reshape(4, 4), "s": np.full((1, 1), 0.5, F32)}
-    decoded = evaluate(BLOCKS.bind({}, facts_of(values)), values)
+    decoded = evaluate(BLOCKS.bind({}, specs_of(values)), values)
     same(decoded, (values["w"] * np.float32(0.5)).astype(BF16))

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from checkpoints import save
-from mapping_expressions import evaluate, facts_of, same
+from mapping_expressions import evaluate, same, specs_of
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
@@ -60,37 +60,40 @@ SHAPES = {
 
 def test_leaves_that_a_checkpoint_gives():
     mapping = Mapping(RULES)
-    given = mapping.leaf_facts(facts_of(llama()))
-    assert {name: fact.shape for name, fact in given.items()} == SHAPES
-    assert {fact.dtype for fact in given.values()} == {F32}
+    given = mapping.leaf_facts(specs_of(llama()))
+    assert {name: leaf_spec.shape for name, leaf_spec in given.items()} == SHAPES
+    assert {leaf_spec.dtype for leaf_spec in given.values()} == {F32}
 
 
 @pytest.mark.parametrize("leaves", [None, SHAPES, dict.fromkeys(SHAPES)])
 def test_bound_leaves(leaves):
     tensors = llama()
-    made = Mapping(RULES).bind(facts_of(tensors), leaves)
-    assert set(made.expressions) == set(SHAPES)
+    bound = Mapping(RULES).bind(specs_of(tensors), leaves)
+    assert set(bound.expressions) == set(SHAPES)
     same(
-        evaluate(made.expressions["layers.down"], tensors),
+        evaluate(bound.expressions["layers.down"], tensors),
         np.stack([tensors[f"model.layers.{i}.down.weight"].T for i in range(LAYERS)], 1),
     )
-    same(evaluate(made.expressions["blocks.3.up"], tensors), tensors["model.layers.3.up.weight"])
-    assert made.ties == {"head": "embed"}
-    assert made.expressions["head"] is not made.expressions["embed"]
+    same(
+        evaluate(bound.expressions["blocks.3.up"], tensors),
+        tensors["model.layers.3.up.weight"],
+    )
+    assert bound.ties == {"head": "embed"}
+    assert bound.expressions["head"] is not bound.expressions["embed"]
 
 
 def test_leaves_come_in_the_order_of_numbers():
-    facts = facts_of(llama(12))
-    blocks = [name for name in Mapping(RULES).leaf_facts(facts) if name.startswith("blocks")]
+    specs = specs_of(llama(12))
+    blocks = [name for name in Mapping(RULES).leaf_facts(specs) if name.startswith("blocks")]
     assert blocks == [f"blocks.{i}.up" for i in range(12)]
 
 
 def test_a_tie_without_an_expression_is_the_other_leaf():
     rules = [rule("head.{x}", None, tied_to="embed.{x}"), rule("embed.{x}", tensor("e.{x}"))]
-    made = Mapping(rules).bind({"e.a": ((2, 3), F32), "e.b": ((4,), F32)})
-    assert made.ties == {"head.a": "embed.a", "head.b": "embed.b"}
-    assert made.expressions["head.a"] is made.expressions["embed.a"]
-    assert made.specs()["head.b"].shape == (4,)
+    bound = Mapping(rules).bind({"e.a": ((2, 3), F32), "e.b": ((4,), F32)})
+    assert bound.ties == {"head.a": "embed.a", "head.b": "embed.b"}
+    assert bound.expressions["head.a"] is bound.expressions["embed.a"]
+    assert bound.specs()["head.b"].shape == (4,)
     alone = Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.a": None})
     assert (alone.specs()["head.a"].shape, alone.ties) == ((2, 3), {})
     back = Mapping(rules).inverse().bind({"head.a": ((2, 3), F32)})
@@ -112,8 +115,8 @@ def test_the_checkpoint_says_which_of_several_rules_makes_a_leaf():
     files = {"model.up.weight": ((2, 3), F32), "lm_head": ((4,), F32)}
     shapes = {"up.kernel": (2, 3), "head.kernel": (4,)}
     for leaves in (None, shapes, dict.fromkeys(shapes)):
-        made = Mapping(KERNELS).bind(files, leaves)
-        assert {name: fact.shape for name, fact in made.specs().items()} == shapes
+        bound = Mapping(KERNELS).bind(files, leaves)
+        assert {name: leaf_spec.shape for name, leaf_spec in bound.specs().items()} == shapes
     other = {"model.up.weight": ((2, 3), F32), "model.head.weight": ((4,), F32)}
     for leaves in (None, shapes):
         assert Mapping(KERNELS).bind(other, leaves).specs()["head.kernel"].shape == (4,)
@@ -129,9 +132,9 @@ def test_what_abstract_and_metadata_accept_loads_and_saves(tmp_path):
     path, mapping = save(tmp_path / "hf", tensors), Mapping(KERNELS)
     assert "head.kernel" in mapping.explain(path)
     assert osl.metadata(path, mapping=mapping).keys() == {"up.kernel", "head.kernel"}
-    found = osl.load(path, mapping.abstract(path), mapping=mapping)
-    np.testing.assert_array_equal(found["head"]["kernel"], tensors["lm_head"])
-    osl.save(tmp_path / "back", found, mapping=mapping.like(path))
+    loaded = osl.load(path, mapping.abstract(path), mapping=mapping)
+    np.testing.assert_array_equal(loaded["head"]["kernel"], tensors["lm_head"])
+    osl.save(tmp_path / "back", loaded, mapping=mapping.like(path))
     assert osl.load(tmp_path / "back").keys() == tensors.keys()
 
 
@@ -146,9 +149,9 @@ def test_leaves_are_made_of_the_same_whether_they_are_given_or_not(seed):
         rules = []
         for target in rng.choice(targets, rng.integers(1, 4), replace=False):
             fit = [s for s in sources if set(wildcards(s)) <= set(wildcards(target))]
-            some = [tensor(s) for s in rng.choice(fit, rng.integers(1, 3))]
-            made = some[0] if len(some) == 1 else concat(some, 0)
-            rules.append(rule(str(target), made, optional=True))
+            parts = [tensor(s) for s in rng.choice(fit, rng.integers(1, 3))]
+            expr = parts[0] if len(parts) == 1 else concat(parts, 0)
+            rules.append(rule(str(target), expr, optional=True))
         files = {str(n): ((2,), F32) for n in rng.choice(names, rng.integers(1, 7), replace=False)}
         mapping = Mapping(rules, strict=False)
         try:
@@ -156,10 +159,12 @@ def test_leaves_are_made_of_the_same_whether_they_are_given_or_not(seed):
         except MappingError:
             continue
         accepted += len(free.expressions)
-        given = mapping.bind(files, {n: made.shape for n, made in free.expressions.items()})
+        given = mapping.bind(
+            files, {n: expression.shape for n, expression in free.expressions.items()}
+        )
         assert given.expressions == free.expressions
-        for leaf, made in free.expressions.items():
-            assert mapping.bind(files, {leaf: None}).expressions == {leaf: made}
+        for leaf, expression in free.expressions.items():
+            assert mapping.bind(files, {leaf: None}).expressions == {leaf: expression}
     assert accepted > 200
 
 
@@ -177,42 +182,42 @@ def test_a_rule_whose_tensors_are_not_there(target):
     name = next(ABSENT[target].patterns())
     required = Mapping([*RULES, rule(target, ABSENT[target])])
     with pytest.raises(MappingError, match="there is no tensor") as caught:
-        required.leaf_facts(facts_of(llama()))
+        required.leaf_facts(specs_of(llama()))
     assert name in str(caught.value) or name.replace("{i}", "0") in str(caught.value)
     assert set(required.leaf_names(llama())) == set(SHAPES)
-    required.bind(facts_of(llama()), SHAPES)
+    required.bind(specs_of(llama()), SHAPES)
     optional = Mapping([*RULES, rule(target, ABSENT[target], optional=True)])
-    assert set(optional.leaf_facts(facts_of(llama()))) == set(SHAPES)
+    assert set(optional.leaf_facts(specs_of(llama()))) == set(SHAPES)
     assert repr(optional.rules[-1]).endswith(", optional=True)")
 
 
 def test_a_leaf_with_a_tensor_of_its_own_is_tied_to_none():
     """Both are saved: what is tied in name alone would be lost."""
     rules = [rule("embed", tensor("e")), rule("head", tensor("h").transpose(), tied_to="embed")]
-    facts = {"e": ((6, 4), F32), "h": ((6, 4), F32)}
+    specs = {"e": ((6, 4), F32), "h": ((6, 4), F32)}
     leaves = {"embed": ((6, 4), F32), "head": ((4, 6), F32)}
-    assert not Mapping(rules).bind(facts).ties
+    assert not Mapping(rules).bind(specs).ties
     for mapping in (
         Mapping(rules),
-        Mapping(rules).like(facts),
-        Mapping(rules).like({"e": facts["e"]}),
+        Mapping(rules).like(specs),
+        Mapping(rules).like({"e": specs["e"]}),
     ):
         assert set(mapping.inverse().bind(leaves).expressions) == {"e", "h"}
 
 
 def test_like_refuses_what_would_be_lost():
-    facts = facts_of(llama()) | {f"vision.{i}.w": ((2,), np.dtype(F32)) for i in range(3)}
+    specs = specs_of(llama()) | {f"vision.{i}.w": ((2,), np.dtype(F32)) for i in range(3)}
     for mapping in (Mapping(RULES, ignore="vision.*"), Mapping(RULES, strict=False)):
         with pytest.raises(MappingError, match=r"lack 3 of the .* tensors.*'vision.#.w'"):
-            mapping.like(facts)
+            mapping.like(specs)
         with pytest.raises(MappingError, match=r"lack 1 of the"):
-            mapping.like(facts, leave_out="vision.{0..1}.*")
-        assert set(mapping.like(facts, leave_out=["vision.*"]).files) == set(facts)
+            mapping.like(specs, leave_out="vision.{0..1}.*")
+        assert set(mapping.like(specs, leave_out=["vision.*"]).files) == set(specs)
     mapping = Mapping(RULES, buffers="vision.*")
-    assert set(mapping.like(facts).files) == set(facts)
-    assert set(mapping.leaf_facts(facts)) == set(Mapping(RULES).leaf_facts(facts_of(llama())))
+    assert set(mapping.like(specs).files) == set(specs)
+    assert set(mapping.leaf_facts(specs)) == set(Mapping(RULES).leaf_facts(specs_of(llama())))
     with pytest.raises(MappingError, match=r"Mapping.like\(leave_out=...\)"):
-        Mapping(RULES).like(facts, leave_out="[")
+        Mapping(RULES).like(specs, leave_out="[")
 
 
 @pytest.mark.parametrize("indices", [[0, 1], slice(2)])
@@ -230,18 +235,18 @@ def test_like_counts_tensors_that_are_bound(tmp_path, indices):
 
 def test_targets_found_from_several_tensors():
     qkv = rule("a.{i}.qkv", concat([tensor("l.{i}.q"), tensor("l.{i}.k"), tensor("all")], 0))
-    facts = {"l.0.q": ((2,), F32), "l.0.k": ((2,), F32), "all": ((1,), F32), "l.1.q": ((2,), F32)}
+    specs = {"l.0.q": ((2,), F32), "l.0.k": ((2,), F32), "all": ((1,), F32), "l.1.q": ((2,), F32)}
     with pytest.raises(MappingError, match=r"leaf 'a.1.qkv': there is no tensor 'l.1.k'"):
-        Mapping([qkv]).leaf_facts(facts)
-    facts["l.1.k"] = ((3,), F32)
-    given = Mapping([qkv]).leaf_facts(facts)
-    assert {name: fact.shape for name, fact in given.items()} == {
+        Mapping([qkv]).leaf_facts(specs)
+    specs["l.1.k"] = ((3,), F32)
+    given = Mapping([qkv]).leaf_facts(specs)
+    assert {name: leaf_spec.shape for name, leaf_spec in given.items()} == {
         "a.0.qkv": (5,),
         "a.1.qkv": (6,),
     }
     both = rule("{i}.{j}", concat([tensor("a.{i}"), tensor("b.{j}")], 0))
-    facts = {f"{n}.{i}": ((1,), F32) for n in "ab" for i in range(2)}
-    assert list(Mapping([both]).leaf_facts(facts)) == ["0.0", "0.1", "1.0", "1.1"]
+    specs = {f"{n}.{i}": ((1,), F32) for n in "ab" for i in range(2)}
+    assert list(Mapping([both]).leaf_facts(specs)) == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def test_fills_alone():
@@ -278,7 +283,7 @@ def test_everything_wrong_in_one_error():
         **{f"blocks.{i}.up": (16, 2, 32) for i in range(LAYERS)},
     }
     with pytest.raises(MappingError) as caught:
-        Mapping(rules).bind(facts_of(tensors), leaves)
+        Mapping(rules).bind(specs_of(tensors), leaves)
     up = "tensor('model.layers.{i}.up.weight').rearrange('(h d) e -> e h d', d=48)"
     assert str(caught.value).splitlines() == [
         "The mapping does not fit the checkpoint and the model: 13 problems.",
@@ -312,7 +317,7 @@ def test_a_wrong_head_count_and_two_rules_of_one_name():
     leaves = {"embed": (100, 16), "final.norm": (16,), "layers.mlp": None}
     leaves["layers.q"] = (LAYERS, 16, 2, 16)
     with pytest.raises(MappingError) as caught:
-        Mapping(rules).bind(facts_of(llama()), leaves)
+        Mapping(rules).bind(specs_of(llama()), leaves)
     assert str(caught.value).splitlines() == [
         "The mapping does not fit the checkpoint and the model: 2 problems.",
         "  - 2 rules make leaf 'layers.mlp': those for"
@@ -329,7 +334,7 @@ def test_a_wrong_head_count_and_two_rules_of_one_name():
 def test_a_typo_is_told_without_a_model_too():
     rules = [*RULES[1:], rule("embed", tensor("model.embde.weight"))]
     with pytest.raises(MappingError) as caught:
-        Mapping([r for r in rules if r.tied_to is None]).leaf_facts(facts_of(llama()))
+        Mapping([r for r in rules if r.tied_to is None]).leaf_facts(specs_of(llama()))
     assert str(caught.value) == (
         "The mapping does not fit the checkpoint and the model: 2 problems.\n"
         "  - leaf 'embed': there is no tensor 'model.embde.weight'. The nearest tensors are"
@@ -340,13 +345,13 @@ def test_a_typo_is_told_without_a_model_too():
 
 
 def test_missing_tensors_of_one_layer_are_all_told():
-    facts = facts_of(llama())
-    del facts["model.layers.2.q.weight"], facts["model.layers.2.up.weight"]
+    specs = specs_of(llama())
+    del specs["model.layers.2.q.weight"], specs["model.layers.2.up.weight"]
     both = [tensor(f"model.layers.{{i}}.{name}.weight") for name in ("q", "up", "down")]
     both[2] = both[2].slice(1, 0, 16)
     rules = [rule("fused", stack(concat(both, 0), over="i"))]
     with pytest.raises(MappingError) as caught:
-        Mapping(rules, strict=False).bind(facts)
+        Mapping(rules, strict=False).bind(specs)
     assert str(caught.value) == (
         "The mapping does not fit the checkpoint and the model: 2 problems.\n"
         "  - leaf 'fused': there is no tensor 'model.layers.2.q.weight'. The nearest tensors are"
@@ -357,9 +362,9 @@ def test_missing_tensors_of_one_layer_are_all_told():
 
 
 def test_layers_of_unlike_shapes_do_not_stack():
-    facts = {"l.0.w": ((2, 3), F32), "l.1.w": ((2, 4), F32)}
+    specs = {"l.0.w": ((2, 3), F32), "l.1.w": ((2, 4), F32)}
     with pytest.raises(MappingError) as caught:
-        Mapping([rule("w", stack(tensor("l.{i}.w"), over="i"))]).bind(facts)
+        Mapping([rule("w", stack(tensor("l.{i}.w"), over="i"))]).bind(specs)
     assert (
         "index 0 gives shape [2, 3] float32 of 'l.0.w', but index 1 gives shape [2, 4] float32 of"
         " 'l.1.w'" in str(caught.value)
@@ -369,9 +374,9 @@ def test_layers_of_unlike_shapes_do_not_stack():
 def test_ignored_and_unused_tensors():
     tensors = llama() | {f"model.layers.{i}.rotary.inv_freq": np.zeros(4) for i in range(3)}
     with pytest.raises(MappingError, match=r"'model.layers.0.rotary.inv_freq', nor 2 more"):
-        Mapping(RULES).bind(facts_of(tensors))
+        Mapping(RULES).bind(specs_of(tensors))
     for options in ({"ignore": "*.inv_freq"}, {"ignore": ["x", "*.rotary.*"]}, {"strict": False}):
-        assert set(Mapping(RULES, **options).bind(facts_of(tensors)).expressions) == set(SHAPES)
+        assert set(Mapping(RULES, **options).bind(specs_of(tensors)).expressions) == set(SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +398,7 @@ def test_malformed_rules(make, problem):
 
 
 def test_explain():
-    lines = Mapping(RULES).explain(facts_of(llama(1))).splitlines()
+    lines = Mapping(RULES).explain(specs_of(llama(1))).splitlines()
     assert [re.split(r"  +", line) for line in lines] == [
         ["name", "shape", "dtype", "made of", "takes"],
         ["embed", "[100, 16]", "float32", "tensor('model.embed.weight')", "model.embed.weight"],
@@ -430,7 +435,7 @@ def test_explain():
     ]
     assert "model.layers.0.q.weight … model.layers.5.q.weight (6 tensors)" in Mapping(
         RULES
-    ).explain(facts_of(llama()))
+    ).explain(specs_of(llama()))
     costly = Mapping([rule("inverse", opaque(np.linalg.inv, tensor("x"), shape=(2, 2), dtype=F32))])
     assert costly.explain({"x": ((2, 2), F32)}).endswith(
         "inverse: every shard reads all that its opaque function takes."
@@ -460,8 +465,8 @@ def test_paths(tmp_path):
     tensors = llama()
     save(tmp_path, tensors, files=3)
     mapping = Mapping(RULES)
-    assert mapping.leaf_facts(tmp_path) == mapping.leaf_facts(facts_of(tensors))
-    assert mapping.explain(str(tmp_path)) == mapping.explain(facts_of(tensors))
+    assert mapping.leaf_facts(tmp_path) == mapping.leaf_facts(specs_of(tensors))
+    assert mapping.explain(str(tmp_path)) == mapping.explain(specs_of(tensors))
     with pytest.raises(CheckpointNotFoundError):
         mapping.explain(tmp_path / "nothing")
 

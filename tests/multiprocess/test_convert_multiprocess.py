@@ -35,11 +35,11 @@ def test_two_processes_share_a_conversion(tmp_path, form):
     total = sum(value.nbytes for value in WEIGHTS.values())
     assert total <= sum(read) <= 1.05 * total
     assert min(read) > total / 4
-    found = {name: raw.data for name, raw in raw_tensors(back).items()}
-    assert found == {name: value.tobytes() for name, value in WEIGHTS.items()}
+    stored = {name: raw.data for name, raw in raw_tensors(back).items()}
+    assert stored == {name: value.tobytes() for name, value in WEIGHTS.items()}
     if form == "orbax":
         plain = restore_standard(there)
-        assert {n: v.tobytes() for n, v in plain.items()} == found
+        assert {n: v.tobytes() for n, v in plain.items()} == stored
     assert sorted(os.listdir(tmp_path)) == ["back", "source", "there"]
 
 

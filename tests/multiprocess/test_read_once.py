@@ -36,12 +36,14 @@ def test_every_byte_is_read_by_one_process(path, tmp_path, processes, devices, b
     results = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(processes)]
     for label in results[0]:
         of_label = [process[label] for process in results]
-        read, total = sum(one["read"] for one in of_label), of_label[0]["total"]
+        read, total = sum(result["read"] for result in of_label), of_label[0]["total"]
         if "each" in label:
-            assert [one["read"] for one in of_label] == [one["needed"] for one in of_label], label
+            assert [result["read"] for result in of_label] == [
+                result["needed"] for result in of_label
+            ], label
             continue
         assert read == total, label
-        ranges = sorted(tuple(r) for one in of_label for r in one["ranges"])
+        ranges = sorted(tuple(r) for result in of_label for r in result["ranges"])
         for (file, _, stop), (other, start, _) in itertools.pairwise(ranges):
             assert file != other or stop <= start, label
 
@@ -98,7 +100,7 @@ def test_the_others_end_when_one_is_killed(path, where):
 def test_large_tensors_are_exchanged_and_tied_ones_keep_their_parts(
     tmp_path, processes, sizes, every_pair
 ):
-    """Of more than a MiB, which are not packed; rows that the processes do not divide.
+    """Regions of more than a MiB, which are not packed; rows that the processes do not divide.
 
     Each sharding is loaded in both orders of devices and in both dtypes, if not in every pair.
     """
@@ -121,4 +123,4 @@ def test_large_tensors_are_exchanged_and_tied_ones_keep_their_parts(
     results = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(processes)]
     once = sum(tensor.nbytes for tensor in tensors.values())
     for label in results[0]:
-        assert sum(one[label] for one in results) == once, label
+        assert sum(result[label] for result in results) == once, label

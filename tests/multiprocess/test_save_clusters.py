@@ -20,7 +20,7 @@ SPLITS = ["leading", "inner", "both", "other"]
 
 
 def save(fork_server, target: Path, processes: int, **arguments) -> list[dict[str, Any]]:
-    """What each process wrote, and by how much its memory grew."""
+    """Return what each process wrote, and by how much its memory grew."""
     port = free_port() if processes > 1 else 0
     ended = fork_server.run(
         [
@@ -28,14 +28,14 @@ def save(fork_server, target: Path, processes: int, **arguments) -> list[dict[st
             for index in range(processes)
         ]
     )
-    for one in ended:
-        assert one.status == 0, one.errors
+    for child in ended:
+        assert child.status == 0, child.errors
     shutil.rmtree(f"{target}.warm")
-    return [one.said[0] for one in ended]
+    return [child.said[0] for child in ended]
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of the files, without what names the devices."""
+    """Return digests of the files, without what names the devices."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("model*")
     }
@@ -56,14 +56,14 @@ def test_the_same_bytes_whoever_writes_them(fork_server, tmp_path, split):
         # A file has one writer: of nine equal files some process of four writes three.
         assert max(written) <= 1.4 * sum(written) / processes
         seen.append(digests(target))
-    assert all(one == seen[0] for one in seen)
-    found = {}
+    assert all(files == seen[0] for files in seen)
+    stored = {}
     for file in target.glob("*.safetensors"):
-        found |= safetensors.numpy.load_file(file)
-    assert found.keys() == {f"layers.{n}" for n in range(tensors)}
+        stored |= safetensors.numpy.load_file(file)
+    assert stored.keys() == {f"layers.{n}" for n in range(tensors)}
     for n in range(tensors):
         expected = np.arange(n * 1024, (n + rows) * 1024, dtype=np.int32).reshape(rows, 1024)
-        assert found[f"layers.{n}"].tobytes() == expected.tobytes()
+        assert stored[f"layers.{n}"].tobytes() == expected.tobytes()
 
 
 @pytest.mark.soak
@@ -83,8 +83,10 @@ def test_memory_beyond_the_shards_does_not_grow_with_the_model(
             )  # fmt: skip
             grown = [result["grown"] for result in results]
             print(f"{split} {layout} {processes}x{devices} {rows >> 5} MB:", end=" ")
-            print(*(f"{one / 2**20:.1f}" for one in grown), end="; written ")
+            print(*(f"{nbytes / 2**20:.1f}" for nbytes in grown), end="; written ")
             print(*(f"{result['written'] / 2**20:.0f}" for result in results))
             assert max(grown) <= (64 << 20) + budget
-            assert [one["written"] for one in results] == [one["planned"] for one in results]
+            assert [result["written"] for result in results] == [
+                result["planned"] for result in results
+            ]
             shutil.rmtree(tmp_path / "target")

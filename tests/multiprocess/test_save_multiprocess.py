@@ -16,9 +16,9 @@ from orbax_safetensors_layout.plan.writes import PIECES_FOLDER
 
 @pytest.fixture(scope="module")
 def tensors():
-    found = {name: np.asarray(value) for name, value in llama_like(layers=6, hidden=128).items()}
-    found["odd"] = random_tensor((8, 12), np.dtype(np.int8), 5)
-    return found
+    values = {name: np.asarray(value) for name, value in llama_like(layers=6, hidden=128).items()}
+    values["odd"] = random_tensor((8, 12), np.dtype(np.int8), 5)
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_all_fail_with_the_first_cause_and_nothing_is_lost(tmp_path, source, doi
 
 
 @pytest.mark.parametrize("kind", ["consolidate", "convert"])
-def test_what_one_process_can_not_open_is_the_error_of_all(tmp_path, source, kind):
+def test_what_one_process_cannot_open_is_the_error_of_all(tmp_path, source, kind):
     """Before the first step that all take; the others would wait for half an hour."""
     results = run_processes(
         "save_multiprocess_alone.py",
@@ -161,7 +161,7 @@ def test_a_process_that_is_killed_is_named_within_seconds(tmp_path, source, kind
         kind=kind,
         process=process,
     )
-    for text, seconds, whole in (one for one in results if one is not None):
+    for text, seconds, whole in (result for result in results if result is not None):
         assert f"PeerError: process {process} failed while " in text
         assert "no sign of life" in text
         assert seconds < 60

@@ -12,10 +12,10 @@ TENSORS = llama_like()
 
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 def test_a_manager_of_v0(tmp_path, layout):
-    found = run_processes(
+    results = run_processes(
         "save_orbax_multiprocess_v0.py", processes=2, devices=2, root=str(tmp_path), layout=layout
     )
-    assert found == [[[0, 1], True, True]] * 2
+    assert results == [[[0, 1], True, True]] * 2
     if layout == "hf":
         tensors = opened(tmp_path / "1" / "state")
         for name, value in TENSORS.items():
@@ -27,10 +27,10 @@ def test_a_manager_of_v0(tmp_path, layout):
 
 @pytest.mark.parametrize("route", ["handler", "layout"])
 def test_v1(tmp_path, route):
-    found = run_processes(
+    results = run_processes(
         "save_orbax_multiprocess_v1.py", processes=2, devices=2, root=str(tmp_path), route=route
     )
-    assert found == [[True, True, True]] * 2
+    assert results == [[True, True, True]] * 2
     tensors = opened(tmp_path / "training" / "1" / "state")
     for name, value in TENSORS.items():
         assert_same_bits(tensors[f"params.{name}"], value)
@@ -50,7 +50,7 @@ def test_the_files_are_those_of_one_process(tmp_path):
 @pytest.mark.parametrize("api", ["v0", "v1"])
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_all_processes_fail_at_once_and_with_the_first_cause(tmp_path, api, guilty):
-    found = run_processes(
+    results = run_processes(
         "save_orbax_multiprocess_fail.py",
         processes=2,
         devices=2,
@@ -58,20 +58,20 @@ def test_all_processes_fail_at_once_and_with_the_first_cause(tmp_path, api, guil
         api=api,
         guilty=guilty,
     )
-    assert "StorageError" in found[guilty]["error"]
-    assert found[1 - guilty]["error"].startswith("PeerError")
-    for one in found:
-        assert "File too large" in one["error"]
-        assert one["seconds"] < 60
-        assert one["steps"] == [0]
+    assert "StorageError" in results[guilty]["error"]
+    assert results[1 - guilty]["error"].startswith("PeerError")
+    for result in results:
+        assert "File too large" in result["error"]
+        assert result["seconds"] < 60
+        assert result["steps"] == [0]
     assert opened(tmp_path / "2" / "state").keys() == {f"params.{name}" for name in TENSORS}
 
 
 @pytest.mark.parametrize("api", ["v0", "v1"])
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_what_one_process_can_not_save_is_an_error_of_all(tmp_path, api, guilty):
+def test_what_one_process_cannot_save_is_an_error_of_all(tmp_path, api, guilty):
     """Before Orbax lets them wait for each other, some in another place than others."""
-    found = run_processes(
+    results = run_processes(
         "save_orbax_multiprocess_refuse.py",
         processes=2,
         devices=2,
@@ -79,12 +79,12 @@ def test_what_one_process_can_not_save_is_an_error_of_all(tmp_path, api, guilty)
         api=api,
         guilty=guilty,
     )
-    assert found[guilty]["error"].startswith("UnsupportedDtypeError")
-    assert found[1 - guilty]["error"].startswith("PeerError")
-    for one in found:
-        assert "'bad'" in one["error"]
-        assert one["seconds"] < 60
-        assert one["steps"] == [0, 2]
+    assert results[guilty]["error"].startswith("UnsupportedDtypeError")
+    assert results[1 - guilty]["error"].startswith("PeerError")
+    for result in results:
+        assert "'bad'" in result["error"]
+        assert result["seconds"] < 60
+        assert result["steps"] == [0, 2]
 
 
 @pytest.mark.parametrize("api", ["v0", "v1", "training"])

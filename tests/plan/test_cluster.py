@@ -94,10 +94,10 @@ def each_by_itself(grid, leaves, profile, budget):
 def test_every_process_costs_what_its_own_plan_says(case, costs):
     (grid, leaves), (profile, budget) = case, costs
     cluster = plan_cluster(leaves, grid, profile=profile, memory_budget_bytes=budget)
-    found = [cluster.cost(process) for process in range(grid.processes)]
+    process_costs = [cluster.cost(process) for process in range(grid.processes)]
     expected = [*each_by_itself(grid, leaves, profile, budget)]
     # A process that holds only empty boxes is told of no tensors.
-    assert found == expected
+    assert process_costs == expected
 
 
 def test_replicas_are_worked_out_once():
@@ -149,7 +149,7 @@ def test_a_large_mesh(process):
 def test_every_process_writes_what_its_own_plan_says(case, layout, max_file_bytes):
     grid, leaves = case
     options = WriteOptions(layout=layout, max_file_bytes=max_file_bytes)
-    found = plan_cluster_writes(leaves, grid, options)
+    planned = plan_cluster_writes(leaves, grid, options)
     mesh = AbstractMesh(tuple(grid.axes.values()), tuple(grid.axes))
     for process in range(grid.processes):
         shards = ProcessShards(process, grid.processes)
@@ -166,7 +166,7 @@ def test_every_process_writes_what_its_own_plan_says(case, layout, max_file_byte
         )
         cost = plan.cost()
         header = 0 if plan.pieces is None else len(plan.pieces.layout.header)
-        assert found[process].written_bytes == cost.written_bytes - header
-        assert found[process].read_bytes == cost.read_bytes
-        assert found[process].needed_bytes == cost.needed_bytes
-        assert found[process].files == cost.files
+        assert planned[process].written_bytes == cost.written_bytes - header
+        assert planned[process].read_bytes == cost.read_bytes
+        assert planned[process].needed_bytes == cost.needed_bytes
+        assert planned[process].files == cost.files

@@ -1,4 +1,4 @@
-"""Who reads what of replicas: every byte once, in balance, from few files, alike for all."""
+"""Exchange rounds: every byte is read once, in balance, from few files; all plan the same."""
 
 from __future__ import annotations
 
@@ -61,32 +61,32 @@ def test_every_byte_is_read_once_and_fits_its_round(problem):
     leaves, processes, limits = problem
     stages = plan_exchange(leaves, limits)
     assert stages == plan_exchange(leaves, limits)
-    rounds = [one for stage in stages for one in stage]
-    travelling = Counter(item.leaf for one in rounds for lane in one.lanes for item in lane)
+    rounds = [step for stage in stages for step in stage]
+    travelling = Counter(item.leaf for step in rounds for lane in step.lanes for item in lane)
     assert travelling == Counter(range(len(leaves)))
     owned = defaultdict(list)
-    for one in rounds:
+    for step in rounds:
         held = {}
         for process in range(processes):
-            for leaf, box, row, column, offset in one.fragments(process):
-                assert one.grid.processes[row][column] == process
+            for leaf, box, row, column, offset in step.fragments(process):
+                assert step.grid.processes[row][column] == process
                 owned[leaf, row].append(box)
                 nbytes = box.size * leaves[leaf].dtype.itemsize
-                if one.is_packed:
-                    assert offset + nbytes <= one.slot_bytes
+                if step.is_packed:
+                    assert offset + nbytes <= step.slot_bytes
                     before = held.setdefault((row, column), [])
                     assert all(offset >= stop or offset + nbytes <= start for start, stop in before)
                     before.append((offset, offset + nbytes))
                 else:
-                    fits = zip(box.shape, one.part_shape, strict=True)
+                    fits = zip(box.shape, step.part_shape, strict=True)
                     assert all(extent <= most for extent, most in fits)
                     # It stands where the gather expects it.
-                    part = column % one.parts * one.part_shape[one.axis]
+                    part = column % step.parts * step.part_shape[step.axis]
                     whole = leaves[leaf].replicas.boxes[row]
-                    assert box.start[one.axis] == whole.start[one.axis] + part
-        filled = len(one.lanes) * math.prod(one.shape) * one.dtype.itemsize
-        alone = sum(map(len, one.lanes)) == 1
-        assert alone or filled <= max(limits.round_bytes, 64 * one.grid.columns)
+                    assert box.start[step.axis] == whole.start[step.axis] + part
+        filled = len(step.lanes) * math.prod(step.shape) * step.dtype.itemsize
+        alone = sum(map(len, step.lanes)) == 1
+        assert alone or filled <= max(limits.round_bytes, 64 * step.grid.columns)
     for (leaf, row), boxes in owned.items():
         assert cover(boxes, leaves[leaf].replicas.boxes[row])
 
@@ -97,7 +97,7 @@ def test_stages_are_as_small_as_they_can_be(problem):
     leaves, processes, limits = problem
     for stage in plan_exchange(leaves, limits):
         held = [
-            sum(one.slot_bytes * len(one.grid.slots(process)) for one in stage)
+            sum(step.slot_bytes * len(step.grid.slots(process)) for step in stage)
             for process in range(processes)
         ]
         assert len(stage) == 1 or max(held) <= limits.stage_bytes
@@ -121,9 +121,9 @@ def test_processes_read_equally_much_each_from_its_own_files(shape):
     leaves = shared(32, shape)
     (stage,) = plan_exchange(leaves, NO_LIMITS)
     read, files = Counter(), defaultdict(set)
-    for one in stage:
+    for step in stage:
         for process in range(4):
-            for leaf, box, *_ in one.fragments(process):
+            for leaf, box, *_ in step.fragments(process):
                 read[process] += box.size
                 files[process].add(leaves[leaf].place[0])
     assert set(read.values()) == {8 * math.prod(shape)}
@@ -138,13 +138,15 @@ def test_processes_that_read_in_other_steps_are_told_apart():
         plan_exchange(leaves, NO_LIMITS),
         plan_exchange(leaves, NO_LIMITS._replace(stage_bytes=1)),
     ]
-    assert [one for stage in plans[0] for one in stage] == [s for stage in plans[1] for s in stage]
+    assert [step for stage in plans[0] for step in stage] == [
+        s for stage in plans[1] for s in stage
+    ]
     assert len(plans[0]) < len(plans[1])
-    one, other = (
+    step, other = (
         fingerprint_of([ExchangeStep([], None, stage) for stage in plan], names) for plan in plans
     )
-    assert one.digest != other.digest
-    assert one.description != other.description
+    assert step.digest != other.digest
+    assert step.description != other.description
 
 
 def test_few_programs_serve_many_leaves():
@@ -155,11 +157,11 @@ def test_few_programs_serve_many_leaves():
         for number, leaf in enumerate(itertools.chain.from_iterable(groups))
     ]
     stages = plan_exchange(leaves, ExchangeLimits(64 << 20, 1 << 40, 0))
-    rounds = [one for stage in stages for one in stage]
+    rounds = [step for stage in stages for step in stage]
     assert len({(len(o.lanes), o.part_shape, o.is_packed, o.dtype) for o in rounds}) == 5
     assert len(rounds) == (7 + 5) + (1 + 5) + 1
     (stage,) = plan_exchange(shared(69, (512, 1024)), NO_LIMITS)
-    assert [len(one.lanes) for one in stage] == [8] * 9  # three lanes have nothing at last
+    assert [len(step.lanes) for step in stage] == [8] * 9  # three lanes have nothing at last
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,9 @@ def gathers(draw):
             axes = draw(st.permutations(range(rank)))
             expr, array = expr.transpose(*axes), array.transpose(axes)
         elif step == "again" and array.size < 1 << 12:
-            some = draw(st.integers(1, array.shape[axis]))
-            expr = osl.concat([expr, expr.slice(axis, 0, some)], axis)
-            array = np.concatenate([array, array[(slice(None),) * axis + (slice(some),)]], axis)
+            count = draw(st.integers(1, array.shape[axis]))
+            expr = osl.concat([expr, expr.slice(axis, 0, count)], axis)
+            array = np.concatenate([array, array[(slice(None),) * axis + (slice(count),)]], axis)
         elif step == "merge" and rank > 1:
             array = array.reshape(-1, *array.shape[2:])
             expr = expr.reshape(*array.shape)
@@ -101,9 +101,9 @@ def test_what_numpy_takes_each_byte_once(data):
     with tempfile.TemporaryDirectory() as folder:
         path = save(Path(folder), tensors)
         with recording() as storage:
-            found = osl.load(path, abstract, mapping=mapping, options=options)
+            loaded = osl.load(path, abstract, mapping=mapping, options=options)
         cost = osl.plan_load(path, abstract, mapping=mapping, options=options).cost()
-    assert_same_bits(np.asarray(found["leaf"]), array)
+    assert_same_bits(np.asarray(loaded["leaf"]), array)
     ranges = storage.tensor_ranges()
     assert sum(stop - start for _, start, stop in ranges) == cost.read_bytes
     assert len(ranges) == cost.requests
@@ -121,14 +121,14 @@ def test_each_byte_is_read_once(tmp_path, axis, kind, spec):
     if kind == "random":
         order = rng.integers(0, value.shape[axis], 8192)
     path = save(tmp_path, {"w": value})
-    wanted = np.take(value, order, axis)
+    expected = np.take(value, order, axis)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    abstract = {"leaf": jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)}
+    abstract = {"leaf": jax.ShapeDtypeStruct(expected.shape, expected.dtype, sharding=sharding)}
     mapping = osl.Mapping([osl.rule("leaf", osl.tensor("w").take(axis, order.tolist()))])
     with recording() as storage:
-        found = osl.load(path, abstract, mapping=mapping)["leaf"]
-    assert_same_bits(np.asarray(found), wanted)
+        loaded = osl.load(path, abstract, mapping=mapping)["leaf"]
+    assert_same_bits(np.asarray(loaded), expected)
     assert sum(stop - start for _, start, stop in storage.tensor_ranges()) <= value.nbytes
 
 
@@ -139,22 +139,22 @@ def test_copies_of_one_tensor_read_it_once(tmp_path, shape, spec):
     other = random_tensor(shape, np.float16, 1)
     path = save(tmp_path, {"w": value, "v": other})
     w, v = osl.tensor("w"), osl.tensor("v")
-    one = (1, *shape)
+    cell = (1, *shape)
     rules = {
         "twice": (osl.concat([w, v, w], 0), [value, other, value], np.concatenate),
-        "stacked": (osl.concat([w.reshape(*one), w.reshape(*one)], 0), [value] * 2, np.stack),
+        "stacked": (osl.concat([w.reshape(*cell), w.reshape(*cell)], 0), [value] * 2, np.stack),
     }
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec(*spec))
     for name, (expr, parts, join) in rules.items():
-        wanted = join(parts)
-        if wanted.shape[0] % 8:
+        expected = join(parts)
+        if expected.shape[0] % 8:
             sharding = NamedSharding(sharding.mesh, PartitionSpec())
-        abstract = {name: jax.ShapeDtypeStruct(wanted.shape, wanted.dtype, sharding=sharding)}
+        abstract = {name: jax.ShapeDtypeStruct(expected.shape, expected.dtype, sharding=sharding)}
         mapping = osl.Mapping([osl.rule(name, expr)], ignore=["v"])
         cost = osl.plan_load(path, abstract, mapping=mapping).cost()
         with recording() as storage:
-            found = osl.load(path, abstract, mapping=mapping)
-        assert_same_bits(np.asarray(found[name]), wanted)
+            loaded = osl.load(path, abstract, mapping=mapping)
+        assert_same_bits(np.asarray(loaded[name]), expected)
         read = sum(stop - start for _, start, stop in storage.tensor_ranges())
         assert read == cost.read_bytes == cost.needed_bytes == len({*map(id, parts)}) * value.nbytes
 
@@ -166,16 +166,16 @@ def test_each_byte_is_read_once_through_other_operations(tmp_path, kind):
     path = save(tmp_path, {"w": value})
     w = osl.tensor("w")
     if kind == "cast":  # several slabs, if they were not taken from all over the file
-        expr, wanted = w.take(0, order.tolist()).cast("float32"), value[order].astype(np.float32)
+        expr, expected = w.take(0, order.tolist()).cast("float32"), value[order].astype(np.float32)
     elif kind == "merged":
         expr = w.reshape(4096, 64, 16).take(1, order.tolist()).reshape(4096, 1024)
-        wanted = value.reshape(4096, 64, 16)[:, order].reshape(4096, 1024)
+        expected = value.reshape(4096, 64, 16)[:, order].reshape(4096, 1024)
     else:
-        expr, wanted = osl.concat([w, w.slice(0, 100, 3000)], 0), np.r_[value, value[100:3000]]
+        expr, expected = osl.concat([w, w.slice(0, 100, 3000)], 0), np.r_[value, value[100:3000]]
     mapping = osl.Mapping([osl.rule("leaf", expr)])
     with recording() as storage:
-        found = osl.load(path, mapping=mapping)["leaf"]
-    assert_same_bits(np.asarray(found), wanted)
+        loaded = osl.load(path, mapping=mapping)["leaf"]
+    assert_same_bits(np.asarray(loaded), expected)
     assert sum(stop - start for _, start, stop in storage.tensor_ranges()) == value.nbytes
 
 
@@ -185,6 +185,6 @@ def test_many_indices_take_time_in_proportion(tmp_path):
     order = np.random.default_rng(0).integers(0, len(value), len(value))
     mapping = osl.Mapping([osl.rule("leaf", osl.tensor("w").take(0, order.tolist()))])
     begin = time.process_time()
-    found = osl.load(path, mapping=mapping)["leaf"]
+    loaded = osl.load(path, mapping=mapping)["leaf"]
     assert time.process_time() - begin < 4  # 0.9 s on two cores; 12 s with an object for each
-    assert_same_bits(np.asarray(found), value[order])
+    assert_same_bits(np.asarray(loaded), value[order])

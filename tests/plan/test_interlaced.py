@@ -42,9 +42,9 @@ def test_gate_and_up_read_their_tensor_once(tmp_path, size, spec, transposed):
     mapping = gate_up(transposed)
     plan = osl.plan_load(path, tree, mapping=mapping)
     with recording() as storage:
-        found = osl.load(path, tree, mapping=mapping)
+        loaded = osl.load(path, tree, mapping=mapping)
     for name, value in leaves.items():
-        assert_same_bits(np.asarray(found[name]), value)
+        assert_same_bits(np.asarray(loaded[name]), value)
     assert sum(b - a for _, a, b in storage.tensor_ranges()) == tensor.nbytes
     assert plan.cost().read_bytes == plan.cost().needed_bytes == tensor.nbytes
 
@@ -61,7 +61,7 @@ def test_a_process_of_several_reads_its_part_once(tmp_path, spec):
 
 @pytest.mark.parametrize(("part", "reads"), [(1, 1), (4, 4)])
 def test_onto_accelerators_within_the_budget(tmp_path, monkeypatch, part, reads):
-    """Who is held at once is read at once; a smaller budget costs further reads."""
+    """Leaves held at once are read at once; a smaller budget costs further reads."""
     tensor = random_tensor(SHAPES["blocks"], np.float16)
     path = save(tmp_path, {"gate_up": tensor})
     accelerator = Accelerator(monkeypatch)
@@ -70,9 +70,9 @@ def test_onto_accelerators_within_the_budget(tmp_path, monkeypatch, part, reads)
     budget = tensor.nbytes // part
     options = osl.ReadOptions(memory_budget_bytes=budget)
     with recording() as storage:
-        found = osl.load(path, tree, mapping=gate_up(), options=options)
+        loaded = osl.load(path, tree, mapping=gate_up(), options=options)
     for name, value in leaves.items():
-        assert_same_bits(np.asarray(found[name]), value)
+        assert_same_bits(np.asarray(loaded[name]), value)
     assert sum(b - a for _, a, b in storage.tensor_ranges()) <= reads * tensor.nbytes
     assert max(accelerator.sizes) <= budget
 
@@ -80,9 +80,9 @@ def test_onto_accelerators_within_the_budget(tmp_path, monkeypatch, part, reads)
 def test_an_array_does_not_keep_the_memory_of_another(tmp_path):
     tensor = random_tensor((16, 1024, 1024), np.float16)
     path = save(tmp_path, {"gate_up": tensor})
-    found = osl.load(path, mapping=gate_up())
+    loaded = osl.load(path, mapping=gate_up())
     owners = []
-    for array in found.values():
+    for array in loaded.values():
         while array.base is not None and isinstance(array.base, np.ndarray):
             array = array.base
         owners.append(array)
@@ -110,9 +110,9 @@ def test_any_leaves_of_one_tensor(tmp_path_factory, data):
         leaves[f"leaf{number}"] = value
     latency = data.draw(st.sampled_from([0.0, 1e-9, 1e-5]))
     options = osl.ReadOptions(latency_seconds={"local": latency})
-    found = osl.load(path, mapping=osl.Mapping(rules), options=options)
+    loaded = osl.load(path, mapping=osl.Mapping(rules), options=options)
     for name, value in leaves.items():
-        assert_same_bits(found[name], value)
+        assert_same_bits(loaded[name], value)
 
 
 @pytest.mark.parametrize("spec", SPECS[:3], ids=str)
@@ -131,8 +131,8 @@ def test_shards_that_are_computed_one_by_one_read_their_tensor_once(tmp_path, sp
     tree = abstract_of({"leaf": value}, NamedSharding(mesh, spec))
     mapping = osl.Mapping([osl.rule("leaf", expr)])
     with recording() as storage:
-        found = osl.load(path, tree, mapping=mapping)
-    assert_same_bits(np.asarray(found["leaf"]), value)
+        loaded = osl.load(path, tree, mapping=mapping)
+    assert_same_bits(np.asarray(loaded["leaf"]), value)
     assert sum(b - a for _, a, b in storage.tensor_ranges()) <= 1.05 * tensor.nbytes
 
 
@@ -171,8 +171,8 @@ def test_filled_leaves(tmp_path, monkeypatch, case, spec, on):
     small = {"memory_budget_bytes": 512, "latency_seconds": {"local": 0.0}}
     options = osl.ReadOptions(mmap=on == "mmap", **small if on == "accelerator" else {})
     with recording() as storage:
-        found = osl.load(path, tree, mapping=mapping, options=options)
-    assert_same_bits(np.asarray(found["leaf"]), value)
+        loaded = osl.load(path, tree, mapping=mapping, options=options)
+    assert_same_bits(np.asarray(loaded["leaf"]), value)
     assert sum(b - a for _, a, b in storage.tensor_ranges()) <= tensor.nbytes
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
     assert_same_bits(osl.load(path, mapping=mapping)["leaf"], value)
@@ -193,8 +193,8 @@ def test_gate_and_up_of_mxfp4_read_their_blocks_once(tmp_path):
     leaves = {"gate": whole[:, ::2], "up": whole[:, 1::2]}
     tree = abstract_of(leaves, NamedSharding(mesh_of(x=8), P(None, "x")))
     with recording() as storage:
-        found = osl.load(path, tree, mapping=mapping)
+        loaded = osl.load(path, tree, mapping=mapping)
     for name, value in leaves.items():
-        assert_same_bits(np.asarray(found[name]), value)
+        assert_same_bits(np.asarray(loaded[name]), value)
     stored = sum(tensor.nbytes for tensor in tensors.values())
     assert sum(b - a for _, a, b in storage.tensor_ranges()) <= 1.05 * stored

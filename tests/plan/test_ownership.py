@@ -1,4 +1,4 @@
-"""Who writes what: each box once by one of its holders, and none much more than the others."""
+"""Each box is written once, by one of its holders, and none writes much more than the others."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def replicated(shape, processes):
 
 def members(held, tiles):
     """(process, box number) of every box that is written."""
-    return [(found.process, number) for found in tiles for number in found.tile.members]
+    return [(owned.process, number) for owned in tiles for number in owned.tile.members]
 
 
-def check_tile(held, found):
+def check_tile(held, owned):
     """The members are the cells of the tile's grid, in C order."""
-    box, grid, numbers = found.tile
+    box, grid, numbers = owned.tile
     assert math.prod(grid) == len(numbers)
     for cell, number in zip(np.ndindex(*grid), numbers, strict=True):
-        size = found.tile.member_shape
+        size = owned.tile.member_shape
         start = tuple(a + n * i for a, n, i in zip(box.start, size, cell, strict=True))
         stop = tuple(a + n for a, n in zip(start, size, strict=True))
         assert held.boxes[number] == Box(start, stop)
@@ -47,20 +47,20 @@ def test_each_box_is_written_by_one_of_its_holders(arrays, itemsize, below):
         before = writers.load.copy()
         tiles = writers.choose(held, itemsize)
         assert tiles == again.choose(held, itemsize)
-        found = members(held, tiles)
-        assert len(set(found)) == len(found)
-        for process, number in found:
+        numbers = members(held, tiles)
+        assert len(set(numbers)) == len(numbers)
+        for process, number in numbers:
             assert process in held.holders[number]
-        for one in tiles:
-            check_tile(held, one)
+        for owned in tiles:
+            check_tile(held, owned)
         everyone = sum(box.size for box in held.boxes) * itemsize <= below
         if everyone:
-            assert set(found) == {(p, n) for n, all_ in enumerate(held.holders) for p in all_}
+            assert set(numbers) == {(p, n) for n, all_ in enumerate(held.holders) for p in all_}
             assert (writers.load == before).all()
         else:
-            assert sorted(number for _, number in found) == list(range(len(held.boxes)))
+            assert sorted(number for _, number in numbers) == list(range(len(held.boxes)))
             added = np.zeros(5, np.int64)
-            for process, number in found:
+            for process, number in numbers:
                 added[process] += held.boxes[number].size * itemsize
             assert (writers.load == before + added).all()
 
@@ -77,8 +77,8 @@ def test_replicated_arrays_are_spread(processes):
     writers = PieceWriters(processes)
     held = replicated((10, 10), processes)
     for _ in range(3 * processes):
-        (found,) = writers.choose(held, 4)
-        assert found.tile.box == Box.whole((10, 10))
+        (owned,) = writers.choose(held, 4)
+        assert owned.tile.box == Box.whole((10, 10))
     assert (writers.load == 3 * 400).all()
 
 
@@ -129,9 +129,9 @@ def test_a_process_that_holds_nothing_writes_nothing():
 @given(held_boxes(processes=4))
 def test_who_holds_the_whole_array(held):
     for process in range(4):
-        mine = [box for box, all_ in zip(*held, strict=True) if process in all_]
-        whole = sum(box.size for box in mine) == sum(box.size for box in held.boxes)
-        assert held.held_by(process) == (whole and len(mine) == len(held.boxes))
+        own_boxes = [box for box, all_ in zip(*held, strict=True) if process in all_]
+        whole = sum(box.size for box in own_boxes) == sum(box.size for box in held.boxes)
+        assert held.held_by(process) == (whole and len(own_boxes) == len(held.boxes))
 
 
 @st.composite

@@ -67,13 +67,13 @@ def test_stacked_layers_are_read_straight_into_their_shards(tmp_path, grid):
         entries = catalog.all_entries()
     local = cells((layers, *shape), *grid)
     leaf = stacked([entries[n] for n in tensors], local, shape, row_major_strides(shape))
-    found = plan([leaf])
-    regions = [region for _, some in found.batches for region in some]
+    planned = plan([leaf])
+    regions = [region for _, batch in planned.batches for region in batch]
     assert len(regions) == layers
     assert all(region.read.direct for region in regions)
-    assert found.cost().peak_host_bytes == 0
+    assert planned.cost().peak_host_bytes == 0
     with RecordingStorage() as storage:
-        values = read_all(found, storage)
+        values = read_all(planned, storage)
     full = np.stack([*tensors.values()])
     for number, box in enumerate(local.boxes):
         assert_same_bits(values[0, number], full[box.slices])
@@ -96,7 +96,7 @@ def test_equal_experts_share_their_geometry(grid, transposed):
     )
     bf16 = DTYPES["BF16"]
     leaf = LeafRead("e", (layers, experts, *shape), bf16, sources, local, bf16.numpy)
-    regions = [region for _, some in plan([leaf]).batches for region in some]
+    regions = [region for _, batch in plan([leaf]).batches for region in batch]
     assert len(regions) == layers * experts
     assert len({id(region.read) for region in regions}) == 1
 
@@ -113,14 +113,14 @@ def test_a_large_transposed_head_split(tmp_path):
     for grid in ((1, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 2, 1), (1, 1, 1, 4)):
         local = cells(expected.shape, *grid)
         leaf = stacked([*entries.values()], local, shape, (1, head_dim * hidden, hidden))
-        found = plan([leaf])
+        planned = plan([leaf])
         with RecordingStorage() as storage:
-            values = read_all(found, storage)
+            values = read_all(planned, storage)
             read = sorted(storage.ranges)
         for number, box in enumerate(local.boxes):
             assert_same_bits(values[0, number], expected[box.slices])
         assert sum(stop - start for _, start, stop in read) == expected.nbytes
-        assert len(read) == found.cost().requests
+        assert len(read) == planned.cost().requests
 
 
 def test_long_rows_are_cut_so_that_the_copy_writes_whole_lines(tmp_path):
@@ -133,14 +133,14 @@ def test_long_rows_are_cut_so_that_the_copy_writes_whole_lines(tmp_path):
     source = TensorPiece(entry, Box.whole(shape), AffineView(0, shape, (1, 1 << 18)))
     local = AddressableShards.whole(shape)
     leaf = LeafRead("t", shape, entry.dtype, (source,), local, entry.dtype.numpy)
-    found = plan([leaf])
-    (region,) = found.batches[0][1]
+    planned = plan([leaf])
+    (region,) = planned.batches[0][1]
     rows, columns = region.read.blocking.lengths
     assert rows * 2 >= 128
     assert columns * 2 > LOCAL.max_gap_bytes
     with RecordingStorage() as storage:
-        values = read_all(found, storage)
-        assert len(storage.ranges) == found.cost().requests
+        values = read_all(planned, storage)
+        assert len(storage.ranges) == planned.cost().requests
     assert_same_bits(values[0, 0], tensor.T)
 
 
@@ -161,9 +161,9 @@ def test_the_budget_bounds_open_tiles(tmp_path, strides, grid):
     ]
     tile_bytes = layers * 128 * 128 * 4
     budget = 2 * tile_bytes + 1000
-    found = plan(leaves, budget=budget, adopt=False)
+    planned = plan(leaves, budget=budget, adopt=False)
     staging = LOCAL.concurrency * LOCAL.staging_bytes * 9 // 8
-    assert found.cost().peak_host_bytes <= budget + staging
+    assert planned.cost().peak_host_bytes <= budget + staging
     lock = threading.Lock()
     opened: set[str] = set()
     released: list[str] = []
@@ -187,7 +187,7 @@ def test_the_budget_bounds_open_tiles(tmp_path, strides, grid):
 
     with RecordingStorage() as storage:
         storage.before_read = before_read
-        PlanReader(found, storage, deliver=deliver, convert=lambda n, v: v).run()
+        PlanReader(planned, storage, deliver=deliver, convert=lambda n, v: v).run()
     assert sorted(set(released)) == [*"abcdef"]
     assert max(most) <= 3
     # Where arrays keep their buffers, the files come one after the other.
@@ -197,7 +197,7 @@ def test_the_budget_bounds_open_tiles(tmp_path, strides, grid):
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_leaves_are_read_file_by_file_or_in_their_order(in_order):
-    """What a file is put together from comes in the order in which it can be appended."""
+    """The parts of a file come in the order in which it can be appended."""
     whole = AddressableShards((Box((0, 0), (4, 6)),), (False,))
     leaves = [
         LeafRead(
@@ -227,10 +227,10 @@ def test_a_tile_larger_than_the_budget_is_read_by_itself(tmp_path):
     with Catalog.open(path) as catalog:
         entries = catalog.all_entries()
     leaf = stacked([entries[n] for n in tensors], cells((4, 64, 64), 1, 2, 1), (64, 64), (64, 1))
-    found = plan([leaf], budget=100, adopt=False)
-    assert found.cost().peak_host_bytes == 4 * 32 * 64 * 4
+    planned = plan([leaf], budget=100, adopt=False)
+    assert planned.cost().peak_host_bytes == 4 * 32 * 64 * 4
     with RecordingStorage() as storage:
-        values = read_all(found, storage)
+        values = read_all(planned, storage)
     assert_same_bits(np.concatenate([values[0, 0], values[0, 1]], 1), np.stack([*tensors.values()]))
 
 
@@ -251,10 +251,10 @@ def test_small_parts_of_many_leaves_share_requests(tmp_path):
         for k in "ab"
     ]
     for adopt in (True, False):
-        found = plan(leaves, adopt=adopt)
+        planned = plan(leaves, adopt=adopt)
         with RecordingStorage() as storage:
-            values = read_all(found, storage)
-            assert len(storage.ranges) == 2 == found.cost().requests
+            values = read_all(planned, storage)
+            assert len(storage.ranges) == 2 == planned.cost().requests
         for number, k in enumerate("ab"):
             assert_same_bits(values[number, 0], np.stack([tensors[f"{i}.{k}"] for i in range(8)]))
 
@@ -268,10 +268,10 @@ def test_a_repeated_element_is_read_once(tmp_path):
     source = TensorPiece(entry, Box.whole(shape), AffineView(28, shape, (-7, 0, 1, 0)))
     local = cells(shape, 1, 3, 1, 2)
     leaf = LeafRead("t", shape, entry.dtype, (source,), local, entry.dtype.numpy)
-    found = plan([leaf])
-    assert found.cost().read_bytes == found.cost().needed_bytes == tensor.nbytes
+    planned = plan([leaf])
+    assert planned.cost().read_bytes == planned.cost().needed_bytes == tensor.nbytes
     with RecordingStorage() as storage:
-        values = read_all(found, storage)
+        values = read_all(planned, storage)
         assert sum(b - a for _, a, b in storage.ranges) == tensor.nbytes
     expected = np.broadcast_to(tensor[::-1, None, :, None], shape)
     for number, box in enumerate(local.boxes):
@@ -286,10 +286,10 @@ def test_a_plan_of_pieces_prints():
         (1, 6),
         "layers.kernel",
     )
-    found = plan([leaf])
-    assert found.by_tensor() == [("layers.kernel", 288, 288)]
-    assert "layers.kernel  [3, 6, 4]  F32       288   288" in str(found)
-    assert "1 tensors, 288 bytes needed" in str(found)
+    planned = plan([leaf])
+    assert planned.by_tensor() == [("layers.kernel", 288, 288)]
+    assert "layers.kernel  [3, 6, 4]  F32       288   288" in str(planned)
+    assert "1 tensors, 288 bytes needed" in str(planned)
 
 
 def test_a_failing_read_names_file_and_tensor(tmp_path):

@@ -95,7 +95,7 @@ def leaves(draw):
     """(tensors by name, [(leaf shape, {box: piece}, local boxes)])."""
     tensors: dict[str, np.ndarray] = {}
     dtype = draw(st.sampled_from(DTYPES))
-    found = []
+    specs = []
     for _ in range(draw(st.integers(1, 2))):
         sizes = draw(
             st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=0, max_size=4)
@@ -117,8 +117,8 @@ def leaves(draw):
                 name = f"t{len(tensors)}"
                 tensors[name] = random_tensor(base, dtype, len(tensors))
             pieces[box] = Piece(name, box.shape, view)
-        found.append((shape, pieces, draw(local_boxes(shape))))
-    return tensors, found
+        specs.append((shape, pieces, draw(local_boxes(shape))))
+    return tensors, specs
 
 
 def leaf_read(number, shape, pieces, local, entries) -> LeafRead:
@@ -141,8 +141,8 @@ def needed_bytes(pieces, local, entries, itemsize) -> set[tuple[str, int]]:
     for box, piece in pieces.items():
         entry = entries[piece.tensor]
         numbers = piece.of(np.arange(math.prod(entry.shape)).reshape(entry.shape))
-        for mine in local.boxes:
-            both = box.intersect(mine) if box.start else box
+        for local_box in local.boxes:
+            both = box.intersect(local_box) if box.start else box
             if both is not None:
                 inside = tuple(
                     slice(a - o, z - o)
@@ -187,7 +187,7 @@ def test_so_it_is_where_small_regions_are_treated_as_large_ones(
 
 
 def check(case, files, latency, most_bytes, budget):
-    tensors, wanted = case
+    tensors, specs = case
     profile = StorageProfile(
         latency_seconds=latency,
         bandwidth_bytes_per_second=2.4e9,
@@ -201,7 +201,7 @@ def check(case, files, latency, most_bytes, budget):
             entries = catalog.all_entries()
         reads = [
             leaf_read(number, shape, pieces, local, entries)
-            for number, (shape, pieces, local) in enumerate(wanted)
+            for number, (shape, pieces, local) in enumerate(specs)
         ]
         plan = plan_reads(
             reads, profile=profile, memory_budget_bytes=budget or 1 << 30, adopt=budget is None
@@ -209,7 +209,7 @@ def check(case, files, latency, most_bytes, budget):
         with RecordingStorage() as storage:
             values = read_all(plan, storage)
             ranges = storage.ranges
-    for number, (shape, pieces, local) in enumerate(wanted):
+    for number, (shape, pieces, local) in enumerate(specs):
         expected = expected_leaf(shape, pieces, tensors)
         for index, box in enumerate(local.boxes):
             assert_same_bits(values.pop((number, index)), expected[box.slices])
@@ -218,7 +218,7 @@ def check(case, files, latency, most_bytes, budget):
     assert cost.requests == len(ranges)
     if not latency:
         itemsize = next(iter(tensors.values())).itemsize
-        needed = set().union(*(needed_bytes(p, b, entries, itemsize) for _, p, b in wanted))
+        needed = set().union(*(needed_bytes(p, b, entries, itemsize) for _, p, b in specs))
         read = [(file, byte) for file, a, z in ranges for byte in range(a, z)]
         assert set(read) == needed
         assert {(f, b) for f, a, z in plan.ranges() for b in range(a, z)} == needed

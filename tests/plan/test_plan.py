@@ -40,9 +40,9 @@ def test_an_abstract_mesh_gives_the_boxes_of_a_concrete_one(data):
     per = 8 // count
     for process in range(count):
         local = ProcessShards(process, count).boxes(abstract, shape)
-        mine = in_order[process * per : (process + 1) * per]
+        devices_of_process = in_order[process * per : (process + 1) * per]
         others = in_order[: process * per] + in_order[(process + 1) * per :]
-        assert set(local.boxes) == set(mine)
+        assert set(local.boxes) == set(devices_of_process)
         assert [box in others for box in local.boxes] == list(local.shared)
 
 

@@ -24,13 +24,13 @@ MOST_BYTES = 500e6
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    made = {}
+    folders = {}
 
     def make(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            run_alone("plan_large_make.py", BENCHMARKS, name, made[name])
-        return made[name]
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            run_alone("plan_large_make.py", BENCHMARKS, name, folders[name])
+        return folders[name]
 
     return make
 
@@ -60,13 +60,13 @@ def test_in_little_memory_and_without_jax(model, name, hosts):
 def test_the_share_of_one_process_is_what_it_reads(model, name, process):
     grid = MeshShape({"fsdp": 1024, "tensor": 4}, 1024)
     rules = [ShardingRule.parse("'.*' = auto")]
-    found = estimate(model(name), grid, rules)
+    estimated = estimate(model(name), grid, rules)
     profile = PROFILES["local"]
     storage = RecordingStorage()
     with Catalog.open(model(name), storage=storage) as catalog:
         leaves = []
         local = {}
-        for leaf in found.cluster.leaves:
+        for leaf in estimated.cluster.leaves:
             entry, spec = leaf
             if (entry.shape, spec) not in local:
                 local[entry.shape, spec] = boxes_of(grid, spec, entry.shape, process)
@@ -86,7 +86,7 @@ def test_the_share_of_one_process_is_what_it_reads(model, name, process):
             held[0] += sum(part.nbytes for part in parts)
 
         PlanReader(plan, storage, deliver=deliver, convert=lambda _, values: values).run()
-    cost = found.costs[process]
+    cost = estimated.costs[process]
     assert sum(stop - start for _, start, stop in storage.ranges) == cost.read_bytes
     assert len(storage.ranges) == cost.requests
     assert len({file for file, _, _ in storage.ranges}) == cost.files
@@ -97,8 +97,8 @@ def boxes_of(grid, spec, shape, process):
     """The boxes of a process, device by device."""
     cells = Partition.of(shape, spec, grid)
     by_device = list(map(tuple, cells.numbers.tolist()))
-    mine = sorted(set(by_device[process * 4 : process * 4 + 4]))
+    numbers = sorted(set(by_device[process * 4 : process * 4 + 4]))
     others = set(by_device[: process * 4]) | set(by_device[process * 4 + 4 :])
     return AddressableShards(
-        tuple(cells.box(cell) for cell in mine), tuple(cell in others for cell in mine)
+        tuple(cells.box(cell) for cell in numbers), tuple(cell in others for cell in numbers)
     )

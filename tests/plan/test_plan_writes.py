@@ -104,11 +104,11 @@ def test_holders_are_those_of_jax(case):
             process = list(mesh.devices.flat).index(device) // (devices // processes)
             expected.setdefault(Box(tuple(starts), tuple(stops)), set()).add(process)
         held = ProcessShards(0, processes).held(leaf.sharding, leaf.shape)
-        found = {box: set(all_) for box, all_ in zip(*held, strict=True)}
+        holders = {box: set(all_) for box, all_ in zip(*held, strict=True)}
         if math.prod(leaf.shape):
-            assert found == expected
+            assert holders == expected
         else:
-            assert found == {Box.whole(leaf.shape): set().union(*expected.values())}
+            assert holders == {Box.whole(leaf.shape): set().union(*expected.values())}
 
 
 @settings(deadline=None, max_examples=50)
@@ -120,13 +120,15 @@ def test_the_plan_depends_on_what_is_held_alone(held, layout):
     tensors = [NewTensor(f"t{number}", dtype, shape_of(held)) for number in range(5)]
     shared = [LeafWrite(tensor, dtype.numpy, held) for tensor in tensors]
     apart = [LeafWrite(tensor, dtype.numpy, GlobalShards(*held)) for tensor in tensors]
-    for one, other in zip(all_plans(shared, options, 4), all_plans(apart, options, 4), strict=True):
-        assert [w[:3] for w in one.writes()] == [w[:3] for w in other.writes()]
-        assert one.files == other.files
+    for first, other in zip(
+        all_plans(shared, options, 4), all_plans(apart, options, 4), strict=True
+    ):
+        assert [w[:3] for w in first.writes()] == [w[:3] for w in other.writes()]
+        assert first.files == other.files
 
 
 def test_arrays_on_a_part_of_the_devices():
-    """Of each array only the processes that hold it write."""
+    """Only the processes that hold an array write it."""
     devices = jax.devices()
     half = Mesh(np.array(devices[4:]), ("x",))
     tree = {

@@ -9,9 +9,9 @@ begin = CheckpointFolder.begin_file
 
 
 def interrupted(self, plan):
-    found = begin(self, plan)
+    result = begin(self, plan)
     os.kill(os.getpid(), signal.SIGINT)
-    return found
+    return result
 
 
 CheckpointFolder.begin_file = interrupted

@@ -30,15 +30,15 @@ def main(root, use_ocdbt):
         for step in range(3):
             manager.save(step, args=ocp.args.StandardSave(state(step)))
     registry = osl.handler_registry("default")
-    found = []
+    results = []
     with ocp.CheckpointManager(root, options=options, handler_registry=registry) as manager:
         assert manager.latest_step() == 2
         assert manager.item_metadata(2)["w"].shape == (8, 8)
-        found.append(right(manager.restore(2), 2))
+        results.append(right(manager.restore(2), 2))
         manager.save(3, args=ocp.args.StandardSave(state(3)))
         manager.wait_until_finished()
         assert list(manager.all_steps()) == [1, 2, 3]
         for step in (1, 2, 3):
             args = ocp.args.StandardRestore(abstract)
-            found.append(right(manager.restore(step, args=args), step))
-    return found
+            results.append(right(manager.restore(step, args=args), step))
+    return results

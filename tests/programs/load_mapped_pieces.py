@@ -21,14 +21,14 @@ def main(path):
         osl.rule("both", osl.concat([osl.tensor("b.weight"), osl.tensor("a.weight")], 1)),
     ]
     mapping = osl.Mapping(rules, strict=False)
-    wanted = {"a": value.T, "both": np.concatenate([value + 100, value], 1)}
+    expected = {"a": value.T, "both": np.concatenate([value + 100, value], 1)}
     spec = {"a": P(None, "x"), "both": P("x")}
     abstract = {
         name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, spec[name]))
-        for name, v in wanted.items()
+        for name, v in expected.items()
     }
-    found = osl.load(path, abstract, mapping=mapping)
-    for name, array in found.items():
+    loaded = osl.load(path, abstract, mapping=mapping)
+    for name, array in loaded.items():
         for shard in array.addressable_shards:
-            assert np.array_equal(shard.data, wanted[name][shard.index]), name
+            assert np.array_equal(shard.data, expected[name][shard.index]), name
     return osl.plan_load(path, {"a": abstract["a"]}, mapping=mapping).cost().files

@@ -40,8 +40,8 @@ def load(folder, experts, split):
     mapping = osl.Mapping(rules)
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P(*split))
     abstract = {
-        kind: jax.ShapeDtypeStruct(fact.shape, fact.dtype, sharding=sharding)
-        for kind, fact in osl.metadata(folder, mapping=mapping).items()
+        kind: jax.ShapeDtypeStruct(metadata.shape, metadata.dtype, sharding=sharding)
+        for kind, metadata in osl.metadata(folder, mapping=mapping).items()
     }
     options = osl.ReadOptions(memory_budget_bytes=64 << 20)
     peak_memory.reset()

@@ -73,8 +73,8 @@ def main(path, api, options):
             assert np.asarray(shard.data).tobytes() == expected[name][shard.index].tobytes()
 
     # One process holds nothing of a leaf that lives on the other's devices.
-    mine = [d for d in jax.devices() if d.process_index == 0]
-    few = NamedSharding(Mesh(np.array(mine), ("x",)), P("x"))
+    devices = [d for d in jax.devices() if d.process_index == 0]
+    few = NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
     name = "model.embed_tokens.weight"
     leaf = jax.ShapeDtypeStruct(expected[name].shape, expected[name].dtype, sharding=few)
     read.clear()

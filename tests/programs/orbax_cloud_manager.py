@@ -18,5 +18,5 @@ def main(root, atomicity):
         manager.wait_until_finished()
         kept = list(manager.all_steps())
     with ocp.CheckpointManager(path, options=options, handler_registry=registry) as manager:
-        found = manager.restore(3, args=ocp.args.StandardRestore(make_state(0)))
-        return [kept, list(manager.all_steps()), same(found, 3)]
+        restored = manager.restore(3, args=ocp.args.StandardRestore(make_state(0)))
+        return [kept, list(manager.all_steps()), same(restored, 3)]

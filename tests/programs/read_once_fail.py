@@ -17,19 +17,19 @@ def main(path, guilty, where):
     from orbax_safetensors_layout.storage.local import LocalStorage
 
     process_group.SILENCE_SECONDS = 5.0
-    mine = jax.process_index() == guilty
+    is_guilty = jax.process_index() == guilty
     mesh = Mesh(np.array(jax.devices()), ("x",))
     tree = {
         name: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(mesh, P()))
         for name, t in osl.metadata(path).items()
     }
-    if where == "tree" and mine:
+    if where == "tree" and is_guilty:
         del tree["model.norm.weight"]
-    wanted = None if where == "no tree" and mine else tree
+    target = None if where == "no tree" and is_guilty else tree
     seen = []
 
     def before_read(file, start, stop):
-        if start and mine and where in ("error", "killed"):
+        if start and is_guilty and where in ("error", "killed"):
             seen.append(start)
             if len(seen) == 3:
                 if where == "killed":
@@ -44,27 +44,27 @@ def main(path, guilty, where):
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(slots, process)
 
-    if where == "slow" and not mine:  # a read that waits for a server, until it is broken off
+    if where == "slow" and not is_guilty:  # a read that waits for a server, until it is broken off
         broken_off = threading.Event()
         LocalStorage.interrupt = lambda storage: broken_off.set()
 
         def before_read(file, start, stop):
             assert not start or broken_off.wait(120)
 
-    if where == "slow" and mine:
+    if where == "slow" and is_guilty:
 
         def before_read(file, start, stop):
             if start:
                 raise OSError(5, "the disk is gone")
 
-    if where == "gather" and mine:
+    if where == "gather" and is_guilty:
         SendBuffer.gather = gather_or_die
     options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=1 << 16)
     started = time.monotonic()
     try:
         with recording() as storage:
             storage.before_read = before_read
-            osl.load(path, wanted, options=options)
+            osl.load(path, target, options=options)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - started

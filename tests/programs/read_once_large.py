@@ -24,8 +24,8 @@ def main(path, sizes, out, every_pair):
     shuffled = np.random.default_rng(0).permutation(devices)
     read = reported("safetensors/bytes_read")
     results = {}
-    for label, some in {"in order": devices, "shuffled": shuffled}.items():
-        mesh = Mesh(some.reshape(sizes), ("a", "b"))
+    for label, chosen in {"in order": devices, "shuffled": shuffled}.items():
+        mesh = Mesh(chosen.reshape(sizes), ("a", "b"))
         two = [P(None, "a", "b"), P("a", None, "b"), P(None, None, ("a", "b"))]
         for number, spec in enumerate([P(), P("b"), P(None, "b"), *two]):
             dtypes = [None, np.float32]
@@ -43,8 +43,8 @@ def main(path, sizes, out, every_pair):
                     assert array.sharding == sharding, (label, spec, name)
                     for shard in array.addressable_shards:
                         part = expected[name][shard.index].astype(array.dtype)
-                        found = np.asarray(shard.data)
-                        assert found.tobytes() == part.tobytes(), (label, spec, name)
+                        values = np.asarray(shard.data)
+                        assert values.tobytes() == part.tobytes(), (label, spec, name)
                 results[f"{label} {spec} {dtype}"] = read[0]
                 assert plan.cost().read_bytes == read[0]
     Path(out, f"{jax.process_index()}.json").write_text(json.dumps(results))

@@ -34,8 +34,8 @@ def main(path):
     osl.install()
     with osl.using(read=once, mapping=mapping), v1.Context(checkpoint_layout="safetensors"):
         loaded.append(v1.load(path, tree))
-    for found in loaded:
-        for name, array in found.items():
+    for arrays in loaded:
+        for name, array in arrays.items():
             value = expected["model.norm.weight" if name == "norm" else name]
             for shard in array.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == value.tobytes()

@@ -93,7 +93,7 @@ WAYS = {
 def main(root):
     placed = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     w = jax.make_array_from_callback((8,), placed, lambda at: np.arange(8.0)[at])
-    found = {}
+    results = {}
     for name, way in WAYS.items():
         for broken in ("step",) if name.startswith("checkpointer") else ("step", "item"):
             place = f"{root}/{name} {broken}"
@@ -111,5 +111,5 @@ def main(root):
             os.mkdir = mkdir
             if not name.startswith("training"):  # which reports an error once more
                 save(2, {"w": w})
-            found[f"{name}, {broken}"] = error, seconds
-    return found
+            results[f"{name}, {broken}"] = error, seconds
+    return results

@@ -15,7 +15,7 @@ def main(path, target, kind):
     try:
         osl.save(target, tree, overwrite=True, options=osl.WriteOptions(max_file_bytes=200_000))
     except osl.PeerError as error:
-        found = str(error)
+        text = str(error)
     else:
-        found = None
-    return {"error": found, "old": osl.load(target)["old"].tolist()}
+        text = None
+    return {"error": text, "old": osl.load(target)["old"].tolist()}

@@ -25,8 +25,8 @@ def main(path, target, doing, process):
     try:
         osl.save(target, tree, overwrite=True, options=osl.WriteOptions(max_file_bytes=200_000))
     except Exception as error:
-        found = [type(error).__name__, str(error)]
+        caught = [type(error).__name__, str(error)]
     else:
-        found = None
+        caught = None
     seconds = time.monotonic() - begin
-    return {"error": found, "seconds": seconds, "old": osl.load(target)["old"].tolist()}
+    return {"error": caught, "seconds": seconds, "old": osl.load(target)["old"].tolist()}

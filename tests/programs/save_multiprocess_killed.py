@@ -40,7 +40,7 @@ def main(path, target, kind, process):
             options = osl.WriteOptions(layout="sharded")
             osl.save(target, tree, overwrite=True, options=options)
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     else:
-        found = "no error"
-    return found, time.monotonic() - begin, sorted(osl.load(target)) == sorted(tree)
+        text = "no error"
+    return text, time.monotonic() - begin, sorted(osl.load(target)) == sorted(tree)

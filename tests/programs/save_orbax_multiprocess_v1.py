@@ -14,10 +14,10 @@ def main(root, route):
     with context, osl.using(write=osl.WriteOptions(max_file_bytes=100_000)):
         ocp.save(root + "/one", tree_of(1))
         ocp.save_async(root + "/two", tree_of(2)).result()
-        found = [is_same(ocp.load(root + "/one"), tree_of(1))]
-        found.append(is_same(ocp.load(root + "/two", tree_of(2)), tree_of(2)))
+        loaded = [is_same(ocp.load(root + "/one"), tree_of(1))]
+        loaded.append(is_same(ocp.load(root + "/two", tree_of(2)), tree_of(2)))
         with ocp.training.Checkpointer(root + "/training", context=context) as training:
             training.save(0, tree_of(0), metrics={"loss": 1.0})
             training.save(1, tree_of(1), metrics={"loss": 0.5})
-            found.append(is_same(training.load(), tree_of(1)))
-    return found
+            loaded.append(is_same(training.load(), tree_of(1)))
+    return loaded

@@ -17,7 +17,7 @@ def manager_of(root):
 
 
 def main(root):
-    found = []
+    results = []
     manager = manager_of(root)
     manager.save(0, args=ocp.args.StandardSave(state(0, 100)))
     manager.wait_until_finished()
@@ -25,12 +25,12 @@ def main(root):
         manager.save(1, args=ocp.args.StandardSave(state(1, 2000)))
         manager.wait_until_finished()
     except Exception as error:
-        found.append(f"{type(error).__name__}: {error}")
+        results.append(f"{type(error).__name__}: {error}")
     with manager_of(root) as manager:
-        found.append(manager.latest_step())
+        results.append(manager.latest_step())
         restored = manager.restore(0)["w"]
-        found.append(all((np.asarray(s.data) == 0).all() for s in restored.addressable_shards))
+        results.append(all((np.asarray(s.data) == 0).all() for s in restored.addressable_shards))
         manager.save(1, args=ocp.args.StandardSave(state(1, 100)))
         manager.wait_until_finished()
-        found.append(manager.latest_step())
-    return found
+        results.append(manager.latest_step())
+    return results

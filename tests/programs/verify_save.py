@@ -12,10 +12,10 @@ def main(folder, layout):
     tree = {}
     for number in range(5):
         sharding = NamedSharding(mesh, P(None, "x") if number % 2 else P("x"))
-        made = jax.make_array_from_callback(
+        array = jax.make_array_from_callback(
             values.shape, sharding, lambda index, number=number: values[index] + number
         )
-        tree[f"w{number}"] = made
+        tree[f"w{number}"] = array
     options = osl.WriteOptions(layout=layout, digests=True, max_file_bytes=11000)
     osl.save(folder, tree, options=options)
     return True

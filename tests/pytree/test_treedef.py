@@ -107,12 +107,12 @@ def round_trip(tree: Any) -> Any:
     return decode_treedef(node, lambda leaf: values[leaf.tensor])
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(decoded: Any, expected: Any) -> None:
     """Equal structures with the very same leaves, dicts in the same order."""
-    assert jax.tree_util.tree_structure(found) == jax.tree_util.tree_structure(expected)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    assert all(one is two for one, two in pairs)
-    assert repr(found) == repr(expected)
+    assert jax.tree_util.tree_structure(decoded) == jax.tree_util.tree_structure(expected)
+    pairs = zip(jax.tree.leaves(decoded), jax.tree.leaves(expected), strict=True)
+    assert all(first is second for first, second in pairs)
+    assert repr(decoded) == repr(expected)
 
 
 # Trees whose types all come back.
@@ -134,8 +134,8 @@ odd_keys = [
 
 
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    def dicts_of(some: dict[Any, None], values: list[Any]) -> dict[Any, Any]:
-        return dict(zip(some, values, strict=False))
+    def dicts_of(names: dict[Any, None], values: list[Any]) -> dict[Any, Any]:
+        return dict(zip(names, values, strict=False))
 
     return st.one_of(
         st.dictionaries(keys, inner, max_size=4),
@@ -274,10 +274,10 @@ def test_optax_states(optimizer: Any) -> None:
 
 def test_train_state_becomes_a_dict() -> None:
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-3))
-    found = round_trip(state)
-    assert list(found) == ["step", "params", "opt_state"]
-    assert_same(found["params"], state.params)
-    assert_same(found["opt_state"], state.opt_state)
+    restored = round_trip(state)
+    assert list(restored) == ["step", "params", "opt_state"]
+    assert_same(restored["params"], state.params)
+    assert_same(restored["opt_state"], state.opt_state)
 
 
 class Model(nnx.Module):
@@ -288,12 +288,13 @@ class Model(nnx.Module):
 
 def test_nnx_state_becomes_a_dict_of_values() -> None:
     state = nnx.state(Model(nnx.Rngs(0)))
-    found = round_trip(state)
-    assert set(found) == {"first", "dropout"}
-    assert set(found["first"]) == {"kernel", "bias"}
-    assert found["first"]["kernel"].shape == (2, 3)
+    restored = round_trip(state)
+    assert set(restored) == {"first", "dropout"}
+    assert set(restored["first"]) == {"kernel", "bias"}
+    assert restored["first"]["kernel"].shape == (2, 3)
     assert all(
-        one is two for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True)
+        first is second
+        for first, second in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
     )
 
 
@@ -315,15 +316,15 @@ def test_nnx_state_becomes_a_dict_of_values() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_other_nodes_become(tree: Any, expected: Any) -> None:
-    found = round_trip(tree)
-    assert found == expected
-    assert list(map(type, found)) == list(map(type, expected))
+    restored = round_trip(tree)
+    assert restored == expected
+    assert list(map(type, restored)) == list(map(type, expected))
 
 
 def test_keys_keep_their_types_and_their_order() -> None:
     tree = {2.5: 0, True: 1, -3: 2, math.inf: 3, 10**30: 4}
-    found = round_trip(tree)
-    assert [(type(key), key) for key in found] == [(type(key), key) for key in tree]
+    restored = round_trip(tree)
+    assert [(type(key), key) for key in restored] == [(type(key), key) for key in tree]
     assert list(round_trip({"b": 1, "a": 2})) == ["b", "a"]
     assert round_trip({None: 1}) == {None: 1}
     assert round_trip({("a", 1): 1, ("a", 2): 2}) == {("a", 1): 1, ("a", 2): 2}
@@ -358,8 +359,8 @@ def test_one_type_is_a_leaf_or_not_by_its_class_alone() -> None:
 
 def test_named_tuple_of_an_imported_class() -> None:
     tree = [Point(1, 2), Outer.Inner(3), Derived(4, 5)]
-    found = round_trip(tree)
-    assert list(map(type, found)) == [Point, Outer.Inner, Derived]
+    restored = round_trip(tree)
+    assert list(map(type, restored)) == [Point, Outer.Inner, Derived]
 
 
 def described_type(name: str, fields: tuple[str, ...] = ("x", "y")) -> type:
@@ -437,12 +438,12 @@ def nested(depth: int) -> Any:
 
 @pytest.mark.parametrize("depth", [200, MAX_DEPTH])
 def test_deep_trees(depth: int) -> None:
-    found, expected = round_trip(nested(depth)), nested(depth)
+    restored, expected = round_trip(nested(depth)), nested(depth)
     for number in reversed(range(depth)):
         key = 0 if number % 2 else "k"
-        assert type(found) is type(expected)
-        found, expected = found[key], expected[key]
-    assert found == 1.0
+        assert type(restored) is type(expected)
+        restored, expected = restored[key], expected[key]
+    assert restored == 1.0
 
 
 def test_deeper_trees_are_refused() -> None:
@@ -462,10 +463,10 @@ def test_values_are_exact() -> None:
         *(True, False, 0, -1, 2**63, -(2**64), 10**5000, -(10**5000), 1.0, -0.0, 5e-324),
         *(1.7976931348623157e308, math.inf, -math.inf, "", "text", "\ud800", "\ud83d\ude00", "\0"),
     ]
-    found = decode_treedef(on_file(encode_treedef(values, _value)), lambda leaf: leaf.value)
-    assert list(map(type, found)) == list(map(type, values))
-    assert found == values
-    assert math.copysign(1, found[9]) == -1
+    restored = decode_treedef(on_file(encode_treedef(values, _value)), lambda leaf: leaf.value)
+    assert list(map(type, restored)) == list(map(type, values))
+    assert restored == values
+    assert math.copysign(1, restored[9]) == -1
     (nan,) = decode_treedef(on_file(encode_treedef([math.nan], _value)), lambda leaf: leaf.value)
     assert math.isnan(nan)
 

@@ -68,7 +68,7 @@ def test_jax_adopts_exactly_the_aligned_buffers(offset):
     ],
     ids=["strided", "float64", "int64"],
 )
-def test_jax_copies_what_it_can_not_take_as_it_is(host):
+def test_jax_copies_what_it_cannot_take_as_it_is(host):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     array = jax.make_array_from_callback(host.shape, sharding, lambda _: host)
     assert pointers(array) != [host.ctypes.data]
@@ -92,14 +92,14 @@ def test_buffers_are_aligned(nbytes, file_offset):
     ],
 )
 def test_buffers_begin_at_a_huge_page_unless_the_last_one_would_be_wasted(nbytes, fits):
-    found = {allocate(nbytes).ctypes.data % HUGE_PAGE_BYTES for _ in range(4)}
-    assert (found == {0}) == fits
+    offsets = {allocate(nbytes).ctypes.data % HUGE_PAGE_BYTES for _ in range(4)}
+    assert (offsets == {0}) == fits
     buffer = allocate(nbytes - 4096, file_offset=4096 + 640)
     assert (buffer.ctypes.data - 640) % 4096 == 0
 
 
 def kernel_flags(memory: np.ndarray) -> set[str]:
-    """What the kernel was told of the mapping that holds this memory (proc(5), VmFlags)."""
+    """Return what the kernel was told of the mapping that holds this memory (proc(5), VmFlags)."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head, _, rest = line.partition(" ")
@@ -119,8 +119,8 @@ def test_huge_pages_are_left_while_the_machine_has_to_fetch_them():
 
     def are_huge(count: int) -> list[bool]:
         flags = [kernel_flags(pages.map(16 << 20)) for _ in range(count)]
-        assert all(("hg" in found) != ("nh" in found) for found in flags)
-        return ["hg" in found for found in flags]
+        assert all(("hg" in flag) != ("nh" in flag) for flag in flags)
+        return ["hg" in flag for flag in flags]
 
     assert are_huge(3) == [True] * 3
     slow = True  # the stretch of 32 MiB ends, then 32, 64, 128 and 128 MiB are small
@@ -159,8 +159,8 @@ def test_staging_memory_is_used_again_when_its_last_view_is_gone():
         lambda memory: np.asarray(memoryview(memory[7:])),
         lambda memory: np.broadcast_to(memory[:1], (3, 1)),
     ]
-    for made in keep:
-        view = made(first)
+    for make in keep:
+        view = make(first)
         del first
         other = staging.take(nbytes, file_offset=640)
         assert other.ctypes.data != address
@@ -177,8 +177,8 @@ def test_shards_are_slices_of_one_allocation(tmp_path):
     mesh = mesh_of(x=8)
     for spec in (PartitionSpec("x"), PartitionSpec(None, "x")):
         leaf = jax.ShapeDtypeStruct((64, 128), np.float32, sharding=NamedSharding(mesh, spec))
-        found = pointers(osl.load(path, {"t": leaf})["t"])
-        assert np.diff(found).tolist() == [64 * 128 * 4 // 8] * 7
+        loaded = pointers(osl.load(path, {"t": leaf})["t"])
+        assert np.diff(loaded).tolist() == [64 * 128 * 4 // 8] * 7
 
 
 def test_replicas_share_one_buffer(tmp_path):
@@ -293,9 +293,9 @@ def test_a_failed_load_drops_its_buffers(tmp_path):
             raise osl.StorageError("the disk broke", file=file)
 
     def remember(group, opened, staging):
-        made = tile_buffers.buffer_slices(group, opened, staging)
-        alive.extend(weakref.ref(destination.buffer.memory.base) for destination in made)
-        return made
+        slices = tile_buffers.buffer_slices(group, opened, staging)
+        alive.extend(weakref.ref(destination.buffer.memory.base) for destination in slices)
+        return slices
 
     gc.collect()
     gc.disable()

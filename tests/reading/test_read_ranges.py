@@ -1,4 +1,4 @@
-"""What is read: recorded ranges against the bytes that numpy says are needed."""
+"""Recorded ranges of reads against the bytes that numpy says are needed."""
 
 from __future__ import annotations
 

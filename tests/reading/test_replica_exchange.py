@@ -73,9 +73,9 @@ def test_any_expression_under_any_sharding(tmp_path_factory, budget, data):
     mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
     value = np.asarray(case.array)
     leaf = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=any_sharding(data, value.shape))
-    found = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=once(budget))["leaf"]
-    assert found.sharding == leaf.sharding
-    assert_same_bits(np.asarray(found), value)
+    loaded = osl.load(folder, {"leaf": leaf}, mapping=mapping, options=once(budget))["leaf"]
+    assert loaded.sharding == leaf.sharding
+    assert_same_bits(np.asarray(loaded), value)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -111,13 +111,13 @@ def test_every_kind_of_leaf(tmp_path, budget):
         "host": np.zeros(3, np.float64),
         "keys": leaf("keys", SingleDeviceSharding(jax.devices()[5])),
     }
-    found = osl.load(path, tree, options=once(budget))
-    for name, value in found.items():
+    loaded = osl.load(path, tree, options=once(budget))
+    for name, value in loaded.items():
         assert_same_bits(np.asarray(value), tensors[name].astype(tree[name].dtype))
         if name != "host":
             assert value.sharding == (tree[name].sharding)
-    assert found["cast"].format.layout.major_to_minor == (1, 0)
-    assert found["wide"].sharding.memory_kind == "pinned_host"
+    assert loaded["cast"].format.layout.major_to_minor == (1, 0)
+    assert loaded["wide"].sharding.memory_kind == "pinned_host"
 
 
 @pytest.mark.parametrize("budget", [2 << 30, 1])
@@ -139,8 +139,8 @@ def test_what_surrounds_a_load_does_not_touch_it(tmp_path, budget, around):
         (16, 64), np.float32, sharding=NamedSharding(mesh_of(a=4, b=2), P("a"))
     )
     with around():
-        found = osl.load(path, {"w": leaf}, options=once(budget))["w"]
-    assert_same_bits(np.asarray(found), value)
+        loaded = osl.load(path, {"w": leaf}, options=once(budget))["w"]
+    assert_same_bits(np.asarray(loaded), value)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -165,10 +165,10 @@ def test_columns_of_others_are_exchanged(tmp_path, budget, dtype, sizes, spec, c
     with mock.patch.object(
         SendBuffer, "gather", autospec=True, side_effect=SendBuffer.gather
     ) as gather:
-        found = osl.load(path, {"t": leaf}, options=once(budget))["t"]
+        loaded = osl.load(path, {"t": leaf}, options=once(budget))["t"]
     rounds = [call.args[0]._round for call in gather.call_args_list]
-    assert {one.is_direct for one in rounds} == {dtype != np.bool_}  # which pass through the host
-    assert {one.cut_axes for one in rounds} == {() if dtype == np.bool_ else cut_axes}
-    assert found.sharding == sharding
-    for shard in found.addressable_shards:
+    assert {step.is_direct for step in rounds} == {dtype != np.bool_}  # which pass through the host
+    assert {step.cut_axes for step in rounds} == {() if dtype == np.bool_ else cut_axes}
+    assert loaded.sharding == sharding
+    for shard in loaded.addressable_shards:
         assert_same_bits(np.asarray(shard.data), tensor[shard.index])

@@ -66,8 +66,8 @@ def test_another_wanted_dtype_converts_the_values(stored, wanted):
     path, value = stored
     dtype = np.dtype(getattr(ml_dtypes, wanted, wanted))
     expected = value.astype(np.float32).astype(dtype)
-    found = osl.load(path, {"w": np.zeros(value.shape, dtype)})["w"]
-    assert_same_bits(found, expected)
+    loaded = osl.load(path, {"w": np.zeros(value.shape, dtype)})["w"]
+    assert_same_bits(loaded, expected)
     if wanted != "float64":
         sharding = NamedSharding(mesh_of(x=7), P("x"))
         struct = jax.ShapeDtypeStruct(value.shape, dtype, sharding=sharding)
@@ -146,6 +146,6 @@ def test_truth_values_of_other_bytes_are_refused(tmp_path):
             osl.load(tmp_path, None if abstract is None else {"w": abstract})
     with pytest.raises(osl.FormatError, match=r"'w'.*0 or 1.*255"):
         osl.load(tmp_path, only="*")
-    made = osl.concat([osl.tensor("w"), osl.tensor("w")], axis=0).cast("float32")
+    doubled = osl.concat([osl.tensor("w"), osl.tensor("w")], axis=0).cast("float32")
     with pytest.raises(osl.FormatError, match=r"0 or 1.*255"):
-        osl.load(tmp_path, mapping=osl.Mapping([osl.rule("m", made)]))
+        osl.load(tmp_path, mapping=osl.Mapping([osl.rule("m", doubled)]))

@@ -25,8 +25,8 @@ SMALL = [ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.float8_e4m3fn]
 DTYPES = [*map(np.dtype, ["?", "i1", "i4", "i8", "u8", "f4", "f8", "c8", *SMALL])]
 
 
-def same(one: object, other: object) -> bool:
-    return one == other or (one != one and other != other)
+def same(value: object, other: object) -> bool:
+    return value == other or (value != value and other != other)
 
 
 @pytest.fixture
@@ -35,22 +35,22 @@ def saved(tmp_path):
     return tmp_path / "x"
 
 
-def asked(number: int, wanted: object) -> dict[str, object]:
+def asked(number: int, leaf: object) -> dict[str, object]:
     """A tree that wants one of the values, and leaves the others alone."""
-    return {**dict.fromkeys(map(str, range(len(VALUES))), ...), str(number): wanted}
+    return {**dict.fromkeys(map(str, range(len(VALUES))), ...), str(number): leaf}
 
 
 @pytest.mark.parametrize("kind", [bool, int, float, str])
 def test_python_scalars_are_the_value_or_refused(saved, kind):
     for number, value in enumerate(VALUES):
-        for wanted in (kind, kind()):
+        for leaf in (kind, kind()):
             if held(kind, value):
-                found = osl.load(saved, asked(number, wanted))[str(number)]
-                assert type(found) is kind
-                assert same(found, value)
+                loaded = osl.load(saved, asked(number, leaf))[str(number)]
+                assert type(loaded) is kind
+                assert same(loaded, value)
             else:
                 with pytest.raises(osl.DtypeMismatchError, match=f"tensor: '{number}'"):
-                    osl.load(saved, asked(number, wanted))
+                    osl.load(saved, asked(number, leaf))
 
 
 def held(kind: type, value: object) -> bool:
@@ -64,9 +64,9 @@ def held(kind: type, value: object) -> bool:
 @pytest.mark.parametrize("where", ["host", "device", "device of 64 bits"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_arrays_are_what_numpy_makes_of_the_value_or_refused(saved, dtype, where):
-    wanted = np.zeros((), dtype)
+    leaf = np.zeros((), dtype)
     if where != "host":
-        wanted = jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(mesh_of(x=4, y=2), P()))
+        leaf = jax.ShapeDtypeStruct((), dtype, sharding=NamedSharding(mesh_of(x=4, y=2), P()))
     with enable_x64(where == "device of 64 bits"):
         given = dtype if where == "host" else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
         must_survive = given.kind in "iub" or given.name == "int4" or given != dtype
@@ -74,10 +74,10 @@ def test_arrays_are_what_numpy_makes_of_the_value_or_refused(saved, dtype, where
             expected = None if isinstance(value, str) else numpy_value(value, given, must_survive)
             if expected is None:
                 with pytest.raises(osl.DtypeMismatchError, match=f"tensor: '{number}'"):
-                    osl.load(saved, asked(number, wanted))
+                    osl.load(saved, asked(number, leaf))
             else:
-                found = np.asarray(osl.load(saved, asked(number, wanted))[str(number)])
-                assert (found.dtype, found.tobytes()) == (given, expected.tobytes()), value
+                loaded = np.asarray(osl.load(saved, asked(number, leaf))[str(number)])
+                assert (loaded.dtype, loaded.tobytes()) == (given, expected.tobytes()), value
 
 
 def numpy_value(value: float, dtype: np.dtype, must_survive: bool) -> np.ndarray | None:
@@ -85,8 +85,8 @@ def numpy_value(value: float, dtype: np.dtype, must_survive: bool) -> np.ndarray
     try:
         exact = float(value) if abs(value) >= 2**64 and dtype.kind not in "iub" else value
         with np.errstate(all="ignore"):
-            made = np.asarray(np.asarray(exact).astype(dtype))
-        return None if must_survive and not same(made.item(), value) else made
+            rounded = np.asarray(np.asarray(exact).astype(dtype))
+        return None if must_survive and not same(rounded.item(), value) else rounded
     except (OverflowError, TypeError, ValueError):
         return None
 
@@ -105,13 +105,13 @@ def test_a_float_that_jax_would_make_infinite_is_refused(saved):
             with pytest.raises(osl.DtypeMismatchError, match=f"tensor: '{number}'"):
                 checkpointer.restore(saved, args=args)
         else:
-            found = checkpointer.restore(saved, args=args)[str(number)]
-            assert same(found.item(), float(np.float32(value)))
+            restored = checkpointer.restore(saved, args=args)[str(number)]
+            assert same(restored.item(), float(np.float32(value)))
 
 
 def test_a_numpy_scalar_comes_back_as_one(saved):
-    found = osl.load(saved, asked(0, np.float32(7)))["0"]
-    assert (type(found), found) == (np.float32, 0)
+    loaded = osl.load(saved, asked(0, np.float32(7)))["0"]
+    assert (type(loaded), loaded) == (np.float32, 0)
 
 
 def test_all_values_that_do_not_fit_are_told_together(saved):
@@ -135,10 +135,14 @@ def test_a_plan_makes_no_arrays(saved):
 STATE = {"best_loss": NAN, "worst": math.inf, "step": 7, "params": {"w": np.arange(4.0)}}
 
 
-def assert_restored(found):
-    assert math.isnan(found["best_loss"])
-    assert (type(found["best_loss"]), found["worst"], found["step"]) == (float, math.inf, 7)
-    np.testing.assert_array_equal(found["params"]["w"], STATE["params"]["w"])
+def assert_restored(restored):
+    assert math.isnan(restored["best_loss"])
+    assert (type(restored["best_loss"]), restored["worst"], restored["step"]) == (
+        float,
+        math.inf,
+        7,
+    )
+    np.testing.assert_array_equal(restored["params"]["w"], STATE["params"]["w"])
 
 
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
@@ -156,5 +160,5 @@ def test_a_state_with_nan_is_restored_with_its_own_template(tmp_path, layout):
         assert_restored(manager.restore(0))
     with osl.using(write=options), osl.context("state"):
         ocp.save_checkpointables(tmp_path / "v1", {"state": STATE})
-        found = ocp.load_checkpointables(tmp_path / "v1", {"state": STATE})
-        assert_restored(found["state"])
+        loaded = ocp.load_checkpointables(tmp_path / "v1", {"state": STATE})
+        assert_restored(loaded["state"])

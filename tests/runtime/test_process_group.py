@@ -20,7 +20,7 @@ PROMPT_SECONDS = 50  # below any time-out here, far above what a busy machine ne
 
 
 class MemoryStore:
-    """What `jax.distributed` offers: set-once keys, listing, waiting and deleting.
+    """Offers what `jax.distributed` does: set-once keys, listing, waiting and deleting.
 
     Args:
         patience: What a waiting time-out is multiplied by.
@@ -75,7 +75,7 @@ def together(
     name: str,
     timeout_seconds: float = 60,
 ) -> list[object]:
-    """What `work` returns, or raises, in each process."""
+    """Return what `work` returns, or raises, in each process."""
     groups = make_groups(store, count, name, timeout_seconds)
 
     def run(group: ProcessGroup) -> object:
@@ -466,8 +466,8 @@ def test_the_same_name_again(store):
             group.barrier("a step", ValueError("once") if bad else None)
             return number
 
-        found = together(store, 2, work, name="the same path")
-        assert (found == [number] * 2) != (number == 2)
+        results = together(store, 2, work, name="the same path")
+        assert (results == [number] * 2) != (number == 2)
 
 
 def test_groups_of_different_names_at_once(store):
@@ -484,8 +484,8 @@ def test_groups_of_different_names_at_once(store):
         return together(store, 3, work, name=name)
 
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(run, ["a/c", "b/c"])
-    assert one == ["a/c"] * 3
+        first, other = pool.map(run, ["a/c", "b/c"])
+    assert first == ["a/c"] * 3
     assert [type(error) for error in other] == [osl.PeerError, ValueError, osl.PeerError]
 
 
@@ -512,18 +512,18 @@ def test_more_groups_at_once_than_are_kept(store):
 
 
 def test_an_error_before_the_first_step_reaches_those_who_come_to_it(store):
-    """As of a tree that can not be saved: nobody waits for a process that will not come."""
+    """As of a tree that cannot be saved: nobody waits for a process that will not come."""
 
     def work(group):
         if group.process_index == bad:
-            raise ValueError("a leaf that can not be saved")
+            raise ValueError("a leaf that cannot be saved")
         group.barrier("a step")
 
     for bad in (0, 2):
         errors = together(store, 3, work, name=f"begin {bad}")
         for process, error in enumerate(errors):
             assert isinstance(error, ValueError if process == bad else osl.PeerError)
-            assert "a leaf that can not be saved" in str(error)
+            assert "a leaf that cannot be saved" in str(error)
 
 
 def test_names_are_part_of_keys_whatever_they_hold(store):
@@ -536,17 +536,17 @@ def test_names_are_part_of_keys_whatever_they_hold(store):
 
     names = ["/a", "/a/b", "/a/b/c", "/a|b", "/ü ü", "1/a", "/", os.fsdecode(b"/\xff")]
     with ThreadPoolExecutor(len(names)) as pool:
-        for found in pool.map(run, names):
-            assert found == [[""] * 4] * 2
+        for result in pool.map(run, names):
+            assert result == [[""] * 4] * 2
 
 
 def test_what_the_first_process_tells_reaches_all(store):
     def tell(group):
-        mine = f"said by {group.process_index}"
+        text = f"said by {group.process_index}"
         return [
-            group.barrier("one", broadcast=mine),
+            group.barrier("one", broadcast=text),
             group.barrier("two"),
-            group.barrier("three", broadcast=mine),
+            group.barrier("three", broadcast=text),
         ]
 
     assert together(store, 3, tell, name="/a") == [["said by 0", "", "said by 0"]] * 3

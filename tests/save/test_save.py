@@ -82,10 +82,10 @@ def test_the_same_values_make_the_same_bytes(case):
     """However they are placed, in whatever order the tree has them."""
     tree, expected = case
     flat = dict(reversed(expected.items()))
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        osl.save(one, tree, options=quick(max_file_bytes=100, concurrency=3))
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as other:
+        osl.save(first, tree, options=quick(max_file_bytes=100, concurrency=3))
         osl.save(other, flat, options=quick(max_file_bytes=100, concurrency=1))
-        for file in (*Path(one).glob("*.safetensors"), *Path(one).glob("*.index.json")):
+        for file in (*Path(first).glob("*.safetensors"), *Path(first).glob("*.index.json")):
             assert file.read_bytes() == (Path(other) / file.name).read_bytes()
 
 
@@ -543,7 +543,7 @@ def test_metadata_is_in_every_file_of_layout_sharded(tmp_path):
     assert metadata == {"format": "pt", "who": "me"}
 
 
-# What can not be saved is said before anything is written.
+# Values that cannot be saved are errors before anything is written.
 
 
 def refused(path, tree, kind=osl.SafetensorsLayoutError, **options):
@@ -554,7 +554,7 @@ def refused(path, tree, kind=osl.SafetensorsLayoutError, **options):
     return caught.value
 
 
-def test_all_leaves_that_can_not_be_saved_are_named(tmp_path):
+def test_all_leaves_that_cannot_be_saved_are_named(tmp_path):
     tree = {
         "fine": VALUE,
         "object": object(),
@@ -804,18 +804,18 @@ def test_a_small_disk(tmp_path):
 @pytest.mark.slow
 def test_what_is_mounted_in_the_folder_stays(tmp_path):
     (tmp_path / "x" / "data").mkdir(parents=True)
-    found = run_alone(
+    printed = run_alone(
         "save_mounted_inside.py", tmp_path / "x", mount=("1m", tmp_path / "x" / "data")
     )
-    assert found == "['precious']\n"
+    assert printed == "['precious']\n"
 
 
 @pytest.mark.slow
 def test_a_folder_that_is_a_mount_point(tmp_path):
     """Saved to, or refused before anything is written; as a volume of a container."""
     (tmp_path / "x").mkdir()
-    found = run_alone("save_mount_point.py", tmp_path / "x", mount=("1m", tmp_path / "x"))
-    assert found in ("saved ['x']\n", "refused ['x']\n")
+    printed = run_alone("save_mount_point.py", tmp_path / "x", mount=("1m", tmp_path / "x"))
+    assert printed in ("saved ['x']\n", "refused ['x']\n")
 
 
 @pytest.mark.slow
@@ -907,8 +907,8 @@ def test_two_saves_to_one_path_at_once(tmp_path):
         gate.open()
         thread.join()
     if (tmp_path / "x").exists():
-        found = {raw.data for raw in raw_tensors(tmp_path / "x").values()}
-        assert found in ({values[0].tobytes()}, {values[1].tobytes()})
+        stored = {raw.data for raw in raw_tensors(tmp_path / "x").values()}
+        assert stored in ({values[0].tobytes()}, {values[1].tobytes()})
     assert "saved" in outcomes.values()
 
 
@@ -923,11 +923,11 @@ def test_progress_reaches_the_whole(tmp_path):
     with nothing_leaks():
         osl.save(tmp_path, tree, options=quick(progress=seen.append, max_file_bytes=10**6))
     total = sum(value.nbytes for value in tree.values()) - 400
-    assert {one.total_bytes for one in seen} == {total}
-    done = [one.done_bytes for one in seen]
+    assert {progress.total_bytes for progress in seen} == {total}
+    done = [progress.done_bytes for progress in seen]
     assert done == sorted(done)
     assert done[-1] == total
-    assert {one.tensor for one in seen} <= tree.keys()
+    assert {progress.tensor for progress in seen} <= tree.keys()
     assert len(seen) > 3
 
 
@@ -945,7 +945,7 @@ def test_nothing_leaks_from_many_saves(tmp_path):
 
 
 def test_arrays_are_let_go(tmp_path):
-    """What is saved is not kept alive by anything."""
+    """Nothing keeps alive what was saved."""
     array = place(np.zeros((800, 800), np.float32), P(None, "x"), mesh_of(x=8))
     host = np.zeros((100, 100))
     gone = [weakref.ref(array), weakref.ref(host)]
@@ -996,7 +996,7 @@ BUDGETS = [1, 1000, 100_000, 20 * MIB, None]
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("files", [1, 3])
 def test_the_memory_budget(tmp_path, threads, budget, large, files):
-    """What is held is counted until it is written, and the next waits for room."""
+    """Held values are counted until they are written, and the next waits for room."""
     live, largest = most_live(tmp_path, threads, budget, large, files)
     if budget is not None:
         # What was written last may live while the next is brought: twice the budget, at worst.
@@ -1107,11 +1107,11 @@ def most_live(folder, threads, budget, large, file_count=1):
     values = HeldValues(sizes)
     options = quick(concurrency=threads, memory_budget_bytes=budget)
     with LocalStorage() as storage:
-        made = CheckpointFolder(str(folder), storage, ProcessGroup.alone(), options)
+        checkpoint = CheckpointFolder(str(folder), storage, ProcessGroup.alone(), options)
         plan = WritePlan(tuple(leaves), (), tuple(plans), None, None, 0, 1)
-        write_parts(made, plan, values, None)
-        made.close()
-    assert made.bytes_written == sum(plan.layout.size for plan in plans)
+        write_parts(checkpoint, plan, values, None)
+        checkpoint.close()
+    assert checkpoint.bytes_written == sum(plan.layout.size for plan in plans)
     for plan in plans:
         assert (folder / plan.name).stat().st_size == plan.layout.size
         for name, raw in raw_file(folder / plan.name).items():

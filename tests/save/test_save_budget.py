@@ -103,9 +103,9 @@ def test_the_arrays_may_go_when_the_save_returns(tmp_path, route, budget):
         for array in jax.tree.leaves(item):
             array.delete()
         finish()
-        found = opened(tmp_path / str(step) / "state")
+        stored = opened(tmp_path / str(step) / "state")
         for number, name in enumerate(NAMES):
-            assert_same_bits(found[name], VALUES + number)
+            assert_same_bits(stored[name], VALUES + number)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -117,9 +117,9 @@ def test_the_arrays_are_waited_for_whatever_the_time_out(tmp_path, route):
     for array in jax.tree.leaves(item):
         array.delete()
     finish()
-    found = opened(tmp_path / "0" / "state")
+    stored = opened(tmp_path / "0" / "state")
     for number, name in enumerate(NAMES):
-        assert_same_bits(found[name], VALUES + number)
+        assert_same_bits(stored[name], VALUES + number)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -183,9 +183,9 @@ def test_numpy_arrays_may_be_overwritten(tmp_path, route, budget):
     for array in item.values():
         array[...] = -1
     finish()
-    found = opened(tmp_path / "0" / "state")
+    stored = opened(tmp_path / "0" / "state")
     for name, value in values.items():
-        assert_same_bits(found[name], value)
+        assert_same_bits(stored[name], value)
 
 
 def test_copies_of_numpy_arrays_are_within_the_budget(tmp_path):

@@ -29,14 +29,14 @@ def test_there_and_back(tmp_path, path, tensors, split):
     osl.save(
         tmp_path / "out", tree, mapping=mapping(), options=osl.WriteOptions(max_file_bytes=40_000)
     )
-    found = opened(tmp_path / "out")
-    assert set(found) == set(tensors)
+    stored = opened(tmp_path / "out")
+    assert set(stored) == set(tensors)
     for name, value in tensors.items():
         if "layers" in name and name.endswith(".norm.weight"):
             value = value.astype(np.float32)  # nothing says that it was bfloat16
         if name == "model.norm.weight":
             value = value * value.dtype.type(4) / value.dtype.type(4)
-        assert_same_bits(found[name], value)
+        assert_same_bits(stored[name], value)
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert "orbax_safetensors_layout.json" not in names
     again = osl.load(tmp_path / "out", tree, mapping=mapping())
@@ -57,8 +57,8 @@ def test_any_invertible_expression(tmp_path_factory, data):
         osl.save(folder / "out", {"leaf": leaf}, mapping=mapping)
     except osl.MappingError:
         return  # a part of a tensor only, or shapes that the leaf does not tell
-    found = osl.load(folder / "out", mapping=mapping)["leaf"]
-    assert_same_bits(found, value)
+    loaded = osl.load(folder / "out", mapping=mapping)["leaf"]
+    assert_same_bits(loaded, value)
 
 
 @settings(max_examples=100, deadline=None)
@@ -70,14 +70,14 @@ def test_other_values_than_were_loaded(tmp_path_factory, data):
     shape = np.asarray(case.array).shape
     value = np.random.default_rng(data.draw(st.integers(0, 9))).random(shape, np.float32)
     try:
-        made = mapping.inverse().bind({"leaf": (shape, value.dtype)}).expressions
+        expressions = mapping.inverse().bind({"leaf": (shape, value.dtype)}).expressions
     except osl.MappingError:
         return  # a part of a tensor only, or shapes that the leaf does not tell
     folder = tmp_path_factory.mktemp("trained") / "out"
     osl.save(folder, {"leaf": jax.device_put(value, any_sharding(data, shape))}, mapping=mapping)
-    found = opened(folder)
-    for name, expression in made.items():
-        assert_same_bits(found[name], evaluate(expression, {"leaf": value}))
+    stored = opened(folder)
+    for name, expression in expressions.items():
+        assert_same_bits(stored[name], evaluate(expression, {"leaf": value}))
 
 
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
@@ -101,8 +101,8 @@ def test_arithmetic_is_undone_in_the_dtype_that_it_is_done_in(tmp_path, factor):
     expected = (leaf.astype(np.float32) * np.float32(1 / factor)).astype(BF16)
     osl.save(tmp_path / "out", {"q": leaf}, mapping=rules)
     assert_same_bits(osl.load(tmp_path / "out")["q"], expected)
-    made = rules.inverse().bind({"q": (leaf.shape, BF16)}).expressions["q"]
-    assert_same_bits(evaluate(made, {"q": leaf}), expected)
+    inverse = rules.inverse().bind({"q": (leaf.shape, BF16)}).expressions["q"]
+    assert_same_bits(evaluate(inverse, {"q": leaf}), expected)
 
 
 def test_like_a_checkpoint(tmp_path):
@@ -132,10 +132,10 @@ def test_like_a_checkpoint(tmp_path):
     assert "2 problems" in str(caught.value)
     for number, known in enumerate((folder, {n: (t.shape, t.dtype) for n, t in tensors.items()})):
         osl.save(tmp_path / f"{number}", model, mapping=rules.like(known))
-        found = opened(tmp_path / f"{number}")
-        assert set(found) == set(tensors)
+        stored = opened(tmp_path / f"{number}")
+        assert set(stored) == set(tensors)
         for name, value in tensors.items():
-            assert_same_bits(found[name], value)
+            assert_same_bits(stored[name], value)
     model["w"] = model["w"][:3]
     with pytest.raises(osl.MappingError, match=r"leaf 'w' has shape \[3, 4\]"):
         osl.save(tmp_path / "out", model, mapping=rules.like(folder))
@@ -175,11 +175,11 @@ def any_leaf(rng, dtype):
     return [dtype, wide[rng.integers(len(wide))]][rng.integers(2)]
 
 
-def same_numbers(found, value):
+def same_numbers(stored, value):
     """Whether arrays of two dtypes hold equal numbers: Python compares integers and floats so."""
-    kinds = [int if "int" in array.dtype.name else float for array in (found, value)]
-    for one, other in zip(found.flat, value.flat, strict=True):
-        pair = kinds[0](one), kinds[1](other)
+    kinds = [int if "int" in array.dtype.name else float for array in (stored, value)]
+    for number, other in zip(stored.flat, value.flat, strict=True):
+        pair = kinds[0](number), kinds[1](other)
         signed = kinds == [int, int] or math.copysign(1, pair[0]) == math.copysign(1, pair[1])
         if not ((pair[0] == pair[1] and signed) or (pair[0] != pair[0] and pair[1] != pair[1])):
             return False
@@ -200,13 +200,13 @@ def test_what_is_loaded_is_saved_with_the_same_bits_or_refused(tmp_path, count):
         write_packed(tmp_path / f"{number}", {"t": value})
         try:
             rules = osl.Mapping([osl.rule("leaf", expr)]).like(tmp_path / f"{number}")
-            made = osl.metadata(tmp_path / f"{number}", mapping=rules)["leaf"]
+            metadata = osl.metadata(tmp_path / f"{number}", mapping=rules)["leaf"]
             is_plain = repr(expr).replace(f".cast({dtype.name!r})", "") == repr(osl.tensor("t"))
-            kind = made.dtype if is_plain else any_leaf(rng, np.dtype(made.dtype))
-            leaf = np.zeros(made.shape, kind)  # rounding of a plain tensor is the leaf's
+            kind = metadata.dtype if is_plain else any_leaf(rng, np.dtype(metadata.dtype))
+            leaf = np.zeros(metadata.shape, kind)  # rounding of a plain tensor is the leaf's
             tree = osl.load(tmp_path / f"{number}", {"leaf": leaf}, mapping=rules)
         except (osl.MappingError, osl.DtypeMismatchError):
-            told["not loaded"] += 1  # no numeric meaning, or a value that an integer can not hold
+            told["not loaded"] += 1  # no numeric meaning, or a value that an integer cannot hold
             continue
         target = tmp_path / f"{number}-out"
         try:
@@ -215,12 +215,12 @@ def test_what_is_loaded_is_saved_with_the_same_bits_or_refused(tmp_path, count):
             assert not target.exists()
             told["refused"] += 1
             continue
-        found = osl.load(target)["t"]
-        if found.dtype != value.dtype:
-            assert same_numbers(found, value), (expr, leaf.dtype)
+        loaded = osl.load(target)["t"]
+        if loaded.dtype != value.dtype:
+            assert same_numbers(loaded, value), (expr, leaf.dtype)
         else:
-            nan = (found != found) & (value != value)  # of which there may be several
-            assert_same_bits(np.where(nan, value, found), value)
+            nan = (loaded != loaded) & (value != value)  # of which there may be several
+            assert_same_bits(np.where(nan, value, loaded), value)
         told["saved"] += 1
     print(told)
     assert all(told.values())
@@ -234,8 +234,8 @@ def test_arithmetic_is_undone_in_a_wider_leaf(tmp_path):
         [(osl.tensor("t").scale(-1.0), True), (osl.tensor("t").scale(2.0), False)]
     ):
         rules = osl.Mapping([osl.rule("leaf", expr)]).like(tmp_path / "files")
-        wanted = {"leaf": np.zeros((8, 8), np.float32)}
-        tree = osl.load(tmp_path / "files", wanted, mapping=rules)
+        abstract = {"leaf": np.zeros((8, 8), np.float32)}
+        tree = osl.load(tmp_path / "files", abstract, mapping=rules)
         if not kept:  # the largest bfloat16 would be infinite
             with pytest.raises(osl.MappingError, match="does not keep every value"):
                 osl.save(tmp_path / f"{number}", tree, mapping=rules)
@@ -284,7 +284,9 @@ def test_in_another_dtype(tmp_path, path, tensors):
     tree = osl.load(path, abstract(path, "both"), mapping=mapping())
     options = osl.WriteOptions(dtype="bfloat16")
     plan = osl.plan_save(tree, mapping=mapping(), options=options)
-    assert {tensor.dtype.code for *_, some in plan.files for tensor in some} == {"BF16"}
+    assert {
+        tensor.dtype.code for *_, tensors_of_file in plan.files for tensor in tensors_of_file
+    } == {"BF16"}
     osl.save(tmp_path / "one", tree, mapping=mapping(), options=options)
     run_processes(
         "save_mapped_dtyped.py",
@@ -294,11 +296,11 @@ def test_in_another_dtype(tmp_path, path, tensors):
         target=str(tmp_path / "two"),
     )
     for name in ("one", "two"):
-        found = opened(tmp_path / name)
-        assert set(found) == set(tensors)
+        stored = opened(tmp_path / name)
+        assert set(stored) == set(tensors)
         for tensor, value in tensors.items():
             if tensor != "model.norm.weight":
-                assert_same_bits(found[tensor], value.astype(BF16))
+                assert_same_bits(stored[tensor], value.astype(BF16))
 
 
 def test_what_is_no_array_is_refused(tmp_path, path):
@@ -351,11 +353,11 @@ def test_two_processes_write_the_bytes_of_one(tmp_path, path, split):
         target=str(tmp_path / "two"),
         split=split,
     )
-    one, two = (
+    first, second = (
         {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
         for name in ("one", "two")
     )
-    assert one == two
+    assert first == second
 
 
 @pytest.mark.parametrize("dtype", sorted(NARROW_INTEGERS & ONE_A_BYTE.keys()))
@@ -366,9 +368,9 @@ def test_integers_narrower_than_a_byte_are_saved_one_a_byte(tmp_path, dtype):
     rules = osl.Mapping([osl.rule("leaf", osl.tensor("t").transpose())])
     leaf = osl.load(tmp_path / "files", mapping=rules)["leaf"]
     assert leaf.dtype == dtype
-    for number, made in enumerate((rules, rules.like(tmp_path / "files"))):
-        osl.save(tmp_path / f"{number}", {"leaf": leaf}, mapping=made)
-        found = osl.load(tmp_path / f"{number}")["t"]
-        assert_same_bits(found, value.astype("u1" if dtype.name.startswith("u") else "i1"))
-        again = osl.load(tmp_path / f"{number}", {"leaf": leaf}, mapping=made)["leaf"]
+    for number, rules_used in enumerate((rules, rules.like(tmp_path / "files"))):
+        osl.save(tmp_path / f"{number}", {"leaf": leaf}, mapping=rules_used)
+        loaded = osl.load(tmp_path / f"{number}")["t"]
+        assert_same_bits(loaded, value.astype("u1" if dtype.name.startswith("u") else "i1"))
+        again = osl.load(tmp_path / f"{number}", {"leaf": leaf}, mapping=rules_used)["leaf"]
         assert_same_bits(again, leaf)

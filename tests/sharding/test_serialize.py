@@ -45,9 +45,9 @@ def recorded(sharding: Sharding) -> ShardingRecord:
     table = ShardingTable()
     assert table.number(sharding) == 0
     data = Manifest("hf", shardings=tuple(table.records)).to_json()
-    (found,) = parse_manifest(data, file="m.json").shardings
-    assert found == table.records[0]
-    return found
+    (record,) = parse_manifest(data, file="m.json").shardings
+    assert record == table.records[0]
+    return record
 
 
 @st.composite
@@ -68,12 +68,12 @@ def named_shardings(draw: Any) -> NamedSharding:
 
 @given(sharding=named_shardings())
 def test_named_shardings_come_back_equal(sharding: NamedSharding) -> None:
-    found = decode_sharding(recorded(sharding))
-    assert found == sharding
-    assert isinstance(found, NamedSharding)
-    assert found.memory_kind == sharding.memory_kind
-    assert found.mesh.axis_types == sharding.mesh.axis_types
-    assert list(found.mesh.devices.flat) == list(sharding.mesh.devices.flat)
+    restored = decode_sharding(recorded(sharding))
+    assert restored == sharding
+    assert isinstance(restored, NamedSharding)
+    assert restored.memory_kind == sharding.memory_kind
+    assert restored.mesh.axis_types == sharding.mesh.axis_types
+    assert list(restored.mesh.devices.flat) == list(sharding.mesh.devices.flat)
 
 
 @pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
@@ -103,8 +103,8 @@ def test_shardings_of_arrays_come_back() -> None:
 
 def test_the_default_memory_is_recorded_by_no_name() -> None:
     kind = DEVICES[0].default_memory().kind
-    found = recorded(NamedSharding(mesh_of(x=8), P(), memory_kind=kind))
-    assert found.memory_kind is None
+    record = recorded(NamedSharding(mesh_of(x=8), P(), memory_kind=kind))
+    assert record.memory_kind is None
 
 
 def test_equal_shardings_are_recorded_once() -> None:

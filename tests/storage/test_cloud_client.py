@@ -31,7 +31,7 @@ def client(scheme="s3"):
 
 
 def config(scheme="s3"):
-    """What the client is told besides what it finds in the environment itself."""
+    """Return what the client is told besides what it finds in the environment itself."""
     return dict(client(scheme).config)
 
 
@@ -65,15 +65,15 @@ def home(tmp_path):
 
 
 def test_keys_of_the_default_profile(home):
-    found = config()
-    assert (found["access_key_id"], found["region"]) == ("default-id", "eu-west-1")
+    settings = config()
+    assert (settings["access_key_id"], settings["region"]) == ("default-id", "eu-west-1")
 
 
 def test_keys_of_another_profile(home, environment):
     environment["AWS_PROFILE"] = "other"
-    found = config()
-    assert (found["access_key_id"], found["session_token"]) == ("other-id", "other-token")
-    assert (found["region"], found["endpoint"]) == ("eu-west-2", "http://localhost:1")
+    settings = config()
+    assert (settings["access_key_id"], settings["session_token"]) == ("other-id", "other-token")
+    assert (settings["region"], settings["endpoint"]) == ("eu-west-2", "http://localhost:1")
 
 
 def test_files_elsewhere(home, environment, tmp_path):
@@ -147,9 +147,9 @@ def test_the_emulator_of_google_cloud_storage(environment, host):
 
 
 def test_the_policy_reaches_the_client():
-    found = open_client("s3", "bucket", POLICY, retrying=True)
-    assert found.retry_config["max_retries"] == 2
-    assert found.retry_config["retry_timeout"] == datetime.timedelta(seconds=9)
+    client = open_client("s3", "bucket", POLICY, retrying=True)
+    assert client.retry_config["max_retries"] == 2
+    assert client.retry_config["retry_timeout"] == datetime.timedelta(seconds=9)
     assert open_client("s3", "bucket", POLICY, retrying=False).retry_config["max_retries"] == 0
 
 
@@ -194,8 +194,8 @@ def test_paths_of_buckets():
         ("gs://bucket/a//b/", "gs://bucket/a/b"),
         ("s3://bucket", "s3://bucket/"),
     ):
-        storage, found = open_storage(text)
-        assert found == path
+        storage, folder = open_storage(text)
+        assert folder == path
         storage.close()
     with pytest.raises(osl.StorageError, match="names no bucket"):
         open_storage("gs:///a")

@@ -41,7 +41,7 @@ class Sink:
 
 
 def nothing() -> None:
-    """What follows on a complete upload."""
+    """Does nothing when an upload is complete."""
 
 
 def pattern(start, stop):
@@ -74,8 +74,8 @@ def test_memory_is_bounded_in_any_order(order):
     assert sum(sink.sizes) == SIZE
     assert set(sink.sizes[:-1]) == {part_bytes(SIZE)}
     starts = np.cumsum([0, *sink.sizes[:-1]])
-    for start, size, found in zip(starts, sink.sizes, sink.sums, strict=True):
-        assert found == int(pattern(int(start), int(start) + size)[:: 64 * 1024].sum())
+    for start, size, checksum in zip(starts, sink.sizes, sink.sums, strict=True):
+        assert checksum == int(pattern(int(start), int(start) + size)[:: 64 * 1024].sum())
     # One part being filled, one handed over, one in the sink, and what the test itself makes.
     assert peak < HELD_BYTES + 3 * part_bytes(SIZE) + 6 * STEP
 

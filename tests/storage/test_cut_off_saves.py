@@ -71,7 +71,7 @@ def save_cut_off(monkeypatch, target, calls, nth, *, jump):
 
 
 def check_outcome(target, error):
-    """What the other program was told is so, and what this one is told, too."""
+    """Checks that both programs are told what is so."""
     assert trees_equal(osl.load(target), OTHER)
     assert error
     copy = re.search(r"It is complete in (\S+):", str(error))

@@ -15,14 +15,14 @@ from orbax_safetensors_layout.storage.local_commit import publish_folder
 
 def tree(folder):
     """Every path below a folder, and what it is."""
-    found = {}
+    contents = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
-            found[name] = f"-> {os.readlink(path)}"
+            contents[name] = f"-> {os.readlink(path)}"
         else:
-            found[name] = "folder" if path.is_dir() else path.read_text()
-    return found
+            contents[name] = "folder" if path.is_dir() else path.read_text()
+    return contents
 
 
 def make(folder, **files):
@@ -141,7 +141,7 @@ def test_readers_of_the_old_files_read_on(tmp_path):
         assert reader.read() == "old"
 
 
-def test_the_old_folder_is_as_it_was_when_something_can_not_be_kept(tmp_path, monkeypatch):
+def test_the_old_folder_is_as_it_was_when_something_cannot_be_kept(tmp_path, monkeypatch):
     old = make(tmp_path / "checkpoint", model="old", config="c")
     new = make(tmp_path / "new", model="new")
 
@@ -229,7 +229,7 @@ def test_a_folder_that_a_crash_left_beside_is_not_removed(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("way", ["exchange", "two renames"])
-def test_an_old_folder_that_can_not_be_removed_is_no_failure(tmp_path, monkeypatch, way):
+def test_an_old_folder_that_cannot_be_removed_is_no_failure(tmp_path, monkeypatch, way):
     """On NFS a file that is still open leaves a `.nfs…` behind, and its folder stays."""
     if way != "exchange":
         monkeypatch.setattr(local_commit, "_renameat2", lambda: None)

@@ -124,7 +124,8 @@ def test_short_writes_go_on_where_they_ended(
 
     def short(fd, given, at):
         given = [
-            bytes(memoryview(one).cast("B") if memoryview(one).nbytes else b"") for one in given
+            bytes(memoryview(buffer).cast("B") if memoryview(buffer).nbytes else b"")
+            for buffer in given
         ]
         assert len(given) <= most_buffers
         calls.append(at)
@@ -136,8 +137,8 @@ def test_short_writes_go_on_where_they_ended(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwritev", short)
         patch.setattr("orbax_safetensors_layout.storage.buffers._MAX_BUFFERS", most_buffers)
-        found = written(path, offset + total, [(offset, buffers)])
-    assert found == bytes(offset) + data.tobytes()
+        data_written = written(path, offset + total, [(offset, buffers)])
+    assert data_written == bytes(offset) + data.tobytes()
 
 
 PAGE = 4096
@@ -193,7 +194,7 @@ def test_durable_files_from_many_threads(tmp_path, threads):
 
 @pytest.mark.usefixtures("fd_count")
 @pytest.mark.parametrize("how", ["short", errno.EINVAL, errno.EOPNOTSUPP, "unaligned"])
-def test_durable_files_where_the_page_cache_can_not_be_passed(tmp_path, monkeypatch, how):
+def test_durable_files_where_the_page_cache_cannot_be_passed(tmp_path, monkeypatch, how):
     real = os.pwrite
 
     def pwrite(fd, data, offset):
@@ -205,8 +206,10 @@ def test_durable_files_where_the_page_cache_can_not_be_passed(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     data = data_of(9 * MIB + 5)
-    found = written(tmp_path / "f", data.size, [(7, [data[7:]]), (0, [data[:7]])], durable=True)
-    assert found == data.tobytes()
+    data_written = written(
+        tmp_path / "f", data.size, [(7, [data[7:]]), (0, [data[:7]])], durable=True
+    )
+    assert data_written == data.tobytes()
 
 
 @pytest.mark.usefixtures("fd_count")
@@ -303,7 +306,7 @@ def fallocate_that_fails(code, calls):
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
-def test_file_systems_that_can_not_preallocate(tmp_path, monkeypatch, code):
+def test_file_systems_that_cannot_preallocate(tmp_path, monkeypatch, code):
     calls = []
     monkeypatch.setattr(local_write, "_libc_fallocate", fallocate_that_fails(code, calls))
     data = data_of(10_000)

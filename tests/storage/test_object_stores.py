@@ -89,13 +89,13 @@ def test_a_load_equals_that_of_a_disk_and_reads_what_the_plan_names(place, tmp_p
 
 def joined(ranges):
     """Ranges of which neighbours are one."""
-    found = []
+    merged = []
     for file, start, stop in ranges:
-        if found and found[-1][0] == file and found[-1][2] == start:
-            found[-1] = (file, found[-1][1], stop)
+        if merged and merged[-1][0] == file and merged[-1][2] == start:
+            merged[-1] = (file, merged[-1][1], stop)
         else:
-            found.append((file, start, stop))
-    return found
+            merged.append((file, start, stop))
+    return merged
 
 
 def test_a_file_and_patterns(place, tmp_path):
@@ -148,9 +148,9 @@ def test_a_save_has_the_bytes_of_a_local_one(place, tmp_path, layout, overwrite)
         osl.save(place.url, {"old": np.arange(5)})
         place.put("config.json", b"{}")
     osl.save(place.url, tree, options=options, overwrite=overwrite)
-    found = files_of(place)
-    assert found.pop("config.json", None) == (b"{}" if overwrite else None)
-    assert found == local_files(tmp_path / "local")
+    stored = files_of(place)
+    assert stored.pop("config.json", None) == (b"{}" if overwrite else None)
+    assert stored == local_files(tmp_path / "local")
     loaded = osl.load(place.url)
     assert loaded["step"] == 7
     np.testing.assert_array_equal(loaded["nested"]["a"][0], np.arange(3.0))
@@ -209,14 +209,14 @@ def test_processes_save_the_bytes_of_local_saves(place, tmp_path, processes):
         local=str(local),
     )
     assert done == [True] * processes
-    found = files_of(place)
-    assert {name.partition("/")[0] for name in found} == {
+    stored = files_of(place)
+    assert {name.partition("/")[0] for name in stored} == {
         "hf",
         "hf-again",
         "sharded",
         "sharded-again",
     }
-    assert found == local_files(local)
+    assert stored == local_files(local)
     assert place.server.uploads() == 0
 
 
@@ -282,13 +282,13 @@ def test_a_crash_never_leaves_what_passes_for_a_checkpoint(place, layout, overwr
 
 def outcome(target):
     try:
-        found = osl.load(target)
+        loaded = osl.load(target)
     except osl.CheckpointNotFoundError:
         return "nothing"
     except osl.FormatError:
         return "incomplete"
-    assert trees_equal(found, OLD) or trees_equal(found, NEW), "a mixture"
-    return "old" if trees_equal(found, OLD) else "new"
+    assert trees_equal(loaded, OLD) or trees_equal(loaded, NEW), "a mixture"
+    return "old" if trees_equal(loaded, OLD) else "new"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -410,8 +410,8 @@ def test_pieces_are_put_together_in_another_place(place, tmp_path, inwards):
     osl.save(source, tree, options=osl.WriteOptions(layout="sharded"))
     osl.consolidate(source, target)
     expected = local_files(tmp_path / "whole")
-    found = {name: unstamped(place.get(f"there/{name}")) for name in expected} if inwards else None
-    assert (found or local_files(tmp_path / "here")) == expected
+    copied = {name: unstamped(place.get(f"there/{name}")) for name in expected} if inwards else None
+    assert (copied or local_files(tmp_path / "here")) == expected
 
 
 def test_a_copy_takes_the_time_that_the_store_needs(place):
@@ -468,9 +468,9 @@ def test_a_save_between_any_two_steps_of_another_one(place, monkeypatch, every):
         if next(calls) <= step:
             break
         # The other one ended before this one had begun, or after it, or was refused.
-        found = osl.load(target)
-        ends.append(trees_equal(found, OTHER))
-        assert ends[-1] or trees_equal(found, NEW), "a mixture"
+        loaded = osl.load(target)
+        ends.append(trees_equal(loaded, OTHER))
+        assert ends[-1] or trees_equal(loaded, NEW), "a mixture"
         assert not (ends[-1] and step in refused)
     assert len(refused) > 20 // every
     assert len(ends) - len(refused) < 10 / every + 1

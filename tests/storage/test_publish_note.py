@@ -1,4 +1,4 @@
-"""What an interrupted call noted beside its folder is believed only where it can be true."""
+"""Notes of interrupted calls beside their folder are believed only where they can be true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every storage keeps to: exact ranges, one version of a file, clear errors, whole files."""
+"""The contract of storages: exact ranges, one version of a file, clear errors, whole files."""
 
 from __future__ import annotations
 

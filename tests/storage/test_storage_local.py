@@ -235,8 +235,8 @@ def test_what_the_page_cache_holds(big_file, is_read):
     assert not is_read or expected.all()  # a tmpfs evicts nothing
     with LocalStorage() as storage:
         pages = range(0, len(expected), 97)
-        found = [storage.is_cached(str(big_file), page * mmap.PAGESIZE) for page in pages]
-    assert found == expected[pages.start : pages.stop : pages.step].tolist()
+        cached = [storage.is_cached(str(big_file), page * mmap.PAGESIZE) for page in pages]
+    assert cached == expected[pages.start : pages.stop : pages.step].tolist()
 
 
 def in_page_cache(path):

@@ -81,11 +81,11 @@ def failure(path, **kwargs):
 @pytest.mark.parametrize("spec", [P(("x", "y")), P(None, ("x", "y")), P("x", "y")], ids=str)
 def test_sharded_load_from_the_hub_equals_the_one_from_disk(hub, folder, spec):
     hub.add("org/model", folder)
-    found = osl.load("hf://org/model", abstract(spec))
+    loaded = osl.load("hf://org/model", abstract(spec))
     expected = osl.load(folder, abstract(spec))
-    assert_same(found, TENSORS)
+    assert_same(loaded, TENSORS)
     assert jax.tree.all(
-        jax.tree.map(lambda a, b: a.sharding == b.sharding and a.dtype == b.dtype, found, expected)
+        jax.tree.map(lambda a, b: a.sharding == b.sharding and a.dtype == b.dtype, loaded, expected)
     )
 
 
@@ -129,12 +129,12 @@ def test_processes_read_their_own_bytes_from_the_hub(hub, tmp_path):
     tensors = {f"w{n}": checkpoints.random_tensor((64, 1024), np.float32, n) for n in range(4)}
     checkpoints.save(tmp_path / "model", tensors, files=2)
     hub.add("org/model", tmp_path / "model")
-    found = run_processes(
+    results = run_processes(
         "hub_load.py", processes=2, devices=2, names=list(tensors), shape=(64, 1024)
     )
     for name, values in tensors.items():
         shards = [hashlib.sha256(part.tobytes()).hexdigest() for part in np.split(values, 4)]
-        assert found[0][name] + found[1][name] == shards
+        assert results[0][name] + results[1][name] == shards
     ranges = [r for r in hub.cdn.ranges() if r[1] > 0]
     assert sum(stop - start for _, start, stop in ranges) == sum(t.nbytes for t in tensors.values())
     assert len(ranges) == len(set(ranges)) == 2 * len(tensors)
@@ -159,9 +159,9 @@ def test_what_a_process_saved_in_pieces_loads_from_the_web_and_the_hub(hub, tmp_
     hub.add("org/state", tmp_path / "saved")
     with file_server(tmp_path) as server:
         for path in ("hf://org/state", f"{server.url}/files/saved"):
-            found = osl.load(path)
-            assert found["step"] == 3
-            np.testing.assert_array_equal(found["w"], tree["w"])
+            loaded = osl.load(path)
+            assert loaded["step"] == 3
+            np.testing.assert_array_equal(loaded["w"], tree["w"])
 
 
 def test_connections_are_kept(files, folder):
@@ -180,9 +180,9 @@ def test_one_commit_is_read_whatever_is_pushed_meanwhile(hub, folder, tmp_path):
         name = f"{path}/model-00001-of-00003.safetensors"
         size = storage.size(name)
         hub.add("org/model", other)
-        found = bytearray(size)
-        storage.read_into(name, 0, [memoryview(found)])
-    assert found == (folder / "model-00001-of-00003.safetensors").read_bytes()
+        buffer = bytearray(size)
+        storage.read_into(name, 0, [memoryview(buffer)])
+    assert buffer == (folder / "model-00001-of-00003.safetensors").read_bytes()
     assert_same(osl.load("hf://org/model"), checkpoints.llama_like(seed=1))
     assert_same(osl.load(f"hf://org/model@{first}"), TENSORS)
 
@@ -198,8 +198,8 @@ def test_revisions_types_folders_and_files(hub, folder, tmp_path):
         f"hf://datasets/org/data@my%2Fbranch/{inside}",
     ):
         assert_same(osl.load(path), TENSORS)
-    one = f"hf://org/model@refs/pr/7/{inside}/model-00001-of-00003.safetensors"
-    assert set(osl.load(one)) == set(list(TENSORS)[::3])
+    url = f"hf://org/model@refs/pr/7/{inside}/model-00001-of-00003.safetensors"
+    assert set(osl.load(url)) == set(list(TENSORS)[::3])
     assert "Give a checkpoint below it: a b/ü." in str(failure("hf://org/model@refs/pr/7"))
 
 
@@ -307,7 +307,7 @@ def test_without_huggingface_hub_the_error_tells_what_to_install(monkeypatch):
     ("path", "how"),
     [("hf://org/model", "hf upload org/model FOLDER"), ("https://127.0.0.1/x", "upload that by")],
 )
-def test_remote_paths_can_not_be_written_to(path, how):
+def test_remote_paths_cannot_be_written_to(path, how):
     storage, text = open_storage(path)
     with storage:
         for write in (
@@ -365,12 +365,12 @@ def test_a_request_that_connects_while_all_are_broken_off_is_broken_off_too(monk
     monkeypatch.setattr(urllib3.connection.HTTPConnection, "connect", connect)
     storage, path = open_storage("http://127.0.0.1:9/model.safetensors", retries=ONCE)
     with storage, ThreadPoolExecutor(1) as pool:
-        found = pool.submit(storage.size, path)
+        pending = pool.submit(storage.size, path)
         assert connecting.wait(60)
         storage.interrupt()
         interrupted.set()
         with pytest.raises(osl.StorageError, match="cancelled"):
-            found.result(60)
+            pending.result(60)
 
 
 def test_credentials_do_not_follow_a_redirect_to_another_host(files):
@@ -420,7 +420,7 @@ def certificate(folder: Path) -> Path:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.datetime.now(datetime.UTC)
-    made = (
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -441,7 +441,7 @@ def certificate(folder: Path) -> Path:
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
-        + made.public_bytes(serialization.Encoding.PEM)
+        + certificate.public_bytes(serialization.Encoding.PEM)
     )
     return file
 

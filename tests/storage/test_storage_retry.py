@@ -245,7 +245,7 @@ def test_what_an_error_of_this_package_was_made_of_is_not_part_of_it():
 
 @pytest.mark.parametrize("text", SECRETS[:4])
 def test_an_error_shows_of_a_path_what_may_be_shown(text):
-    error = osl.StorageError("can not open", file=text)
+    error = osl.StorageError("cannot open", file=text)
     assert "hunter2" not in f"{error!r} {error.file}"
 
 
@@ -259,7 +259,7 @@ def test_an_error_shows_of_a_path_what_may_be_shown(text):
         "https://[bad?sig=hunter2",
     ],
 )
-def test_a_path_that_can_not_be_opened_is_an_error_that_shows_no_secret(path):
+def test_a_path_that_cannot_be_opened_is_an_error_that_shows_no_secret(path):
     with pytest.raises(osl.StorageError) as caught:
         osl.load(path)
     assert "hunter" not in shown(caught.value)

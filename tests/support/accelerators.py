@@ -18,7 +18,7 @@ class Accelerator:
         self.sizes: list[int] = []
 
     def buffer_slices(self, group, opened, staging):
-        made = tile_buffers.buffer_slices(group, opened, staging)
-        memories = {id(made_for.buffer.memory): made_for.buffer.memory for made_for in made}
+        slices = tile_buffers.buffer_slices(group, opened, staging)
+        memories = {id(destination.buffer.memory): destination.buffer.memory for destination in slices}
         self.sizes.append(sum(memory.size for memory in memories.values()))
-        return made
+        return slices

@@ -50,8 +50,8 @@ class AzurePlace:
         obstore.delete(self._store, f"{self._prefix}/{name}")
 
     def names(self) -> list[str]:
-        found = (meta["path"] for part in obstore.list(self._store, self._prefix) for meta in part)
-        return sorted(path.removeprefix(f"{self._prefix}/") for path in found)
+        paths = (meta["path"] for part in obstore.list(self._store, self._prefix) for meta in part)
+        return sorted(path.removeprefix(f"{self._prefix}/") for path in paths)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ LISTING = tuple(kind for kind in BACKENDS if kind != "https")
 
 
 Running = ObjectServer | ReadOnlyServer | Callable[[], azurite.AzurePlace] | None
-"""What a backend has for a test session."""
+"""The server of a backend for a test session, if it has one."""
 
 
 class Place(Protocol):
@@ -47,7 +47,7 @@ class Place(Protocol):
         ...
 
     def get(self, name: str) -> bytes:
-        """What a file holds."""
+        """Return the bytes of a file."""
         ...
 
     def delete(self, name: str) -> None:
@@ -82,8 +82,8 @@ class LocalPlace:
         (self._folder / name).unlink()
 
     def names(self) -> list[str]:
-        found = (path for path in self._folder.rglob("*") if path.is_file())
-        return sorted(path.relative_to(self._folder).as_posix() for path in found)
+        files = (path for path in self._folder.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self._folder).as_posix() for path in files)
 
 
 class WebPlace(LocalPlace):
@@ -146,7 +146,7 @@ class BucketPlace:
 
 @contextlib.contextmanager
 def running(kind: str) -> Iterator[Running]:
-    """What a backend needs for a test session; one for all places."""
+    """Runs the server of a backend, if it has one; one for all places."""
     if kind == "local":
         yield None
         return

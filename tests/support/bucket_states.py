@@ -19,9 +19,9 @@ def make_state(step):
     return {"weight": array_of(value, mesh_of(x=len(jax.devices())), P("x")), "step": step}
 
 
-def same(found, step):
-    found_shards = found["weight"].addressable_shards
-    pairs = zip(found_shards, make_state(step)["weight"].addressable_shards, strict=True)
-    return found["step"] == step and all(
+def same(state, step):
+    shards = state["weight"].addressable_shards
+    pairs = zip(shards, make_state(step)["weight"].addressable_shards, strict=True)
+    return state["step"] == step and all(
         np.array_equal(np.asarray(a.data), np.asarray(b.data)) for a, b in pairs
     )

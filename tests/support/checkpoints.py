@@ -89,7 +89,7 @@ def layers_of(version: int, layers: int = 3, rows: int = 50) -> dict[str, np.nda
 
 
 def values_of(step: int) -> dict[str, np.ndarray]:
-    """What training has at a step: small, and every bit another at each step."""
+    """Return small values of a training step, in which every bit differs from step to step."""
     shapes = {
         "rows": ((16, 24), np.float32),
         "columns": ((24, 16), ml_dtypes.bfloat16),
@@ -103,9 +103,9 @@ def values_of(step: int) -> dict[str, np.ndarray]:
     }
 
 
-def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:
+def assert_same_bits(array: np.ndarray, expected: np.ndarray) -> None:
     """Equal dtype, shape and bytes, NaN payloads included."""
-    found = np.asarray(found)
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.tobytes() == expected.tobytes()
+    array = np.asarray(array)
+    assert array.dtype == expected.dtype
+    assert array.shape == expected.shape
+    assert array.tobytes() == expected.tobytes()

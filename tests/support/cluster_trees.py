@@ -43,18 +43,18 @@ def make_tree(path, split):
     return {**tree, "step": 7, "host": np.arange(5.0)}
 
 
-def same_shards(one, other):
-    pairs = zip(one.addressable_shards, other.addressable_shards, strict=True)
+def same_shards(array, other):
+    pairs = zip(array.addressable_shards, other.addressable_shards, strict=True)
     return all(np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes() for a, b in pairs)
 
 
-def is_same(found, expected):
+def is_same(tree, expected):
     def same(a, b):
         if not isinstance(b, jax.Array):
             return a == b
         return a.sharding == b.sharding and same_shards(a, b)
 
-    return all(jax.tree.leaves(jax.tree.map(same, found, expected)))
+    return all(jax.tree.leaves(jax.tree.map(same, tree, expected)))
 
 
 def manager_v0(root, write=None):

@@ -1,4 +1,4 @@
-"""What one process of eight reads of models of real sizes, through the ready mappings.
+"""Bytes that one process of eight reads of models of real sizes, through the ready mappings.
 
 `python tests/support/family_bytes.py` prints the table of `docs/families.md`.
 """
@@ -90,7 +90,7 @@ def _attention(c):
     names = ["input_layernorm", "post_attention_layernorm"]
     if family.startswith("gemma"):
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    found = {f"{name}.weight": (e,) for name in names}
+    shapes = {f"{name}.weight": (e,) for name in names}
     if family == "deepseek_v3":
         q, kv, v = c["q_lora_rank"], c["kv_lora_rank"], c["v_head_dim"]
         nope, rope = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
@@ -103,21 +103,21 @@ def _attention(c):
             "kv_b_proj": (h * (nope + v), kv),
             "o_proj": (e, h * v),
         }
-        return found | {f"self_attn.{name}.weight": shape for name, shape in own.items()}
+        return shapes | {f"self_attn.{name}.weight": shape for name, shape in own.items()}
     d, k = c.get("head_dim") or e // h, c["num_key_value_heads"]
     rows = {"q": h * d, "k": k * d, "v": k * d}
     for x, n in rows.items():
-        found[f"self_attn.{x}_proj.weight"] = (n, e)
+        shapes[f"self_attn.{x}_proj.weight"] = (n, e)
         if family in ("qwen2", "gpt_oss") or c.get("attention_bias"):
-            found[f"self_attn.{x}_proj.bias"] = (n,)
-    found["self_attn.o_proj.weight"] = (e, h * d)
+            shapes[f"self_attn.{x}_proj.bias"] = (n,)
+    shapes["self_attn.o_proj.weight"] = (e, h * d)
     if family == "gpt_oss":
-        found |= {"self_attn.o_proj.bias": (e,), "self_attn.sinks": (h,)}
+        shapes |= {"self_attn.o_proj.bias": (e,), "self_attn.sinks": (h,)}
     elif c.get("attention_bias"):
-        found["self_attn.o_proj.bias"] = (e,)
+        shapes["self_attn.o_proj.bias"] = (e,)
     if family in ("qwen3", "qwen3_moe", "gemma3_text"):
-        found |= {f"self_attn.{x}_norm.weight": (d,) for x in "qk"}
-    return found
+        shapes |= {f"self_attn.{x}_norm.weight": (d,) for x in "qk"}
+    return shapes
 
 
 def _gated(before, e, f, names=("gate_proj", "up_proj", "down_proj")):
@@ -130,10 +130,10 @@ def _mlp(c, layer):
     f = c["intermediate_size"]
     if family == "mixtral":
         n = c["num_local_experts"]
-        found = {"block_sparse_moe.gate.weight": (n, e)}
+        shapes = {"block_sparse_moe.gate.weight": (n, e)}
         for expert in range(n):
-            found |= _gated(f"block_sparse_moe.experts.{expert}", e, f, ("w1", "w3", "w2"))
-        return found
+            shapes |= _gated(f"block_sparse_moe.experts.{expert}", e, f, ("w1", "w3", "w2"))
+        return shapes
     if family == "gpt_oss":
         n = c["num_local_experts"]
         return {
@@ -148,12 +148,12 @@ def _mlp(c, layer):
     if not n or layer < c.get("first_k_dense_replace", 0):
         return _gated("mlp", e, f)
     f = c.get("moe_intermediate_size", f)
-    found = {"mlp.gate.weight": (n, e)}
+    shapes = {"mlp.gate.weight": (n, e)}
     for expert in range(n):
-        found |= _gated(f"mlp.experts.{expert}", e, f)
+        shapes |= _gated(f"mlp.experts.{expert}", e, f)
     if family == "deepseek_v3":
-        found |= {"mlp.gate.e_score_correction_bias": (n,), **_gated("mlp.shared_experts", e, f)}
-    return found
+        shapes |= {"mlp.gate.e_score_correction_bias": (n,), **_gated("mlp.shared_experts", e, f)}
+    return shapes
 
 
 def write_headers(folder, shapes):
@@ -168,7 +168,7 @@ def write_headers(folder, shapes):
         file.truncate(layout.size)
 
 
-def abstract(facts, config, split):
+def abstract(specs, config, split):
     """The leaves; the first axis of each role is divided where that is even."""
     lengths, places = SPLITS[split]
     mesh = AbstractMesh(lengths, ("x", "y")[: len(lengths)])
@@ -190,9 +190,9 @@ def abstract(facts, config, split):
 
     return {
         name: jax.ShapeDtypeStruct(
-            fact.shape, fact.dtype, sharding=NamedSharding(mesh, spec(fact.shape))
+            leaf_spec.shape, leaf_spec.dtype, sharding=NamedSharding(mesh, spec(leaf_spec.shape))
         )
-        for name, fact in facts.items()
+        for name, leaf_spec in specs.items()
     }
 
 
@@ -200,12 +200,12 @@ def plans_of(name, target) -> dict[str, tuple[ReadPlan, ReadPlan]]:
     """For each sharding what one process reads: by the cost model, and if no gap may be read."""
     config = config_of(name)
     mapping = osl.families.mapping(config, target=target)
-    found = {}
+    counts = {}
     with tempfile.TemporaryDirectory() as folder:
         write_headers(folder, tensors_of(config))
-        facts = mapping.leaf_facts(folder)
+        specs = mapping.leaf_facts(folder)
         for split in SPLITS:
-            tree = abstract(facts, config, split)
+            tree = abstract(specs, config, split)
             both = (
                 osl.plan_load(
                     folder,
@@ -217,8 +217,8 @@ def plans_of(name, target) -> dict[str, tuple[ReadPlan, ReadPlan]]:
                 )
                 for options in (MODEL, NO_GAPS)
             )
-            found[split] = tuple(both)
-    return found
+            counts[split] = tuple(both)
+    return counts
 
 
 def ratio(plan):

@@ -1,4 +1,4 @@
-"""What each model side wants, by plain numpy on whole tensors: written from the sources anew.
+"""The leaves of each model side, by plain numpy on whole tensors: written from the sources anew.
 
 Nothing here is shared with the package: a layer is a dict, and layers are stacked at the end.
 """
@@ -37,13 +37,13 @@ class Layer:
 
 def attention_kernels(x, d_v=None):
     """q, k, v, o as [hidden, heads, d] and [heads, d, hidden]."""
-    made = {}
+    leaves = {}
     for name, heads in (("q", x.heads), ("k", x.kv), ("v", x.kv)):
         weight = x(f"self_attn.{name}_proj.weight")
-        made[name] = weight.T.reshape(weight.shape[1], heads, x.d)
+        leaves[name] = weight.T.reshape(weight.shape[1], heads, x.d)
     weight = x("self_attn.o_proj.weight")
-    made["o"] = weight.T.reshape(x.heads, x.d, weight.shape[0])
-    return made
+    leaves["o"] = weight.T.reshape(x.heads, x.d, weight.shape[0])
+    return leaves
 
 
 def latent_kernels(x):
@@ -51,21 +51,21 @@ def latent_kernels(x):
     q_dim = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
     kv_dim = c["qk_nope_head_dim"] + c["v_head_dim"]
     o = x("self_attn.o_proj.weight")
-    made = {
+    leaves = {
         "kv_a": x.linear("self_attn.kv_a_proj_with_mqa"),
         "kv_b": x.linear("self_attn.kv_b_proj").reshape(c["kv_lora_rank"], h, kv_dim),
         "o": o.T.reshape(h, c["v_head_dim"], o.shape[0]),
     }
     if c["q_lora_rank"] is None:
-        made["q"] = x.linear("self_attn.q_proj").reshape(c["hidden_size"], h, q_dim)
+        leaves["q"] = x.linear("self_attn.q_proj").reshape(c["hidden_size"], h, q_dim)
     else:
-        made["q_a"] = x.linear("self_attn.q_a_proj")
-        made["q_b"] = x.linear("self_attn.q_b_proj").reshape(c["q_lora_rank"], h, q_dim)
-    return made
+        leaves["q_a"] = x.linear("self_attn.q_a_proj")
+        leaves["q_b"] = x.linear("self_attn.q_b_proj").reshape(c["q_lora_rank"], h, q_dim)
+    return leaves
 
 
 def plain_layer(family, x):
-    made = {}
+    leaves = {}
     for name in (
         "input_layernorm",
         "post_attention_layernorm",
@@ -77,7 +77,7 @@ def plain_layer(family, x):
         "self_attn.kv_a_layernorm",
     ):
         if f"{name}.weight" in x:
-            made[f"{name}.scale"] = x(f"{name}.weight")
+            leaves[f"{name}.scale"] = x(f"{name}.weight")
     if family == "deepseek_v3":
         names = {
             "q": "q_proj",
@@ -88,75 +88,75 @@ def plain_layer(family, x):
             "o": "o_proj",
         }
         kernels = latent_kernels(x).items()
-        made |= {f"self_attn.{names[name]}.kernel": array for name, array in kernels}
+        leaves |= {f"self_attn.{names[name]}.kernel": array for name, array in kernels}
     else:
         kernels = attention_kernels(x).items()
-        made |= {f"self_attn.{name}_proj.kernel": array for name, array in kernels}
+        leaves |= {f"self_attn.{name}_proj.kernel": array for name, array in kernels}
     for name, heads in (("q", x.heads), ("k", x.kv), ("v", x.kv)):
         if f"self_attn.{name}_proj.bias" in x:
             bias = x(f"self_attn.{name}_proj.bias").reshape(heads, x.d)
-            made[f"self_attn.{name}_proj.bias"] = bias
+            leaves[f"self_attn.{name}_proj.bias"] = bias
     if "self_attn.o_proj.bias" in x:
-        made["self_attn.o_proj.bias"] = x("self_attn.o_proj.bias")
+        leaves["self_attn.o_proj.bias"] = x("self_attn.o_proj.bias")
     if "self_attn.sinks" in x:
-        made["self_attn.sinks"] = x("self_attn.sinks")
+        leaves["self_attn.sinks"] = x("self_attn.sinks")
     for name in ("gate_proj", "up_proj", "down_proj"):
         for before in ("mlp.", "mlp.shared_experts."):
             if f"{before}{name}.weight" in x:
-                made[f"{before}{name}.kernel"] = x.linear(before + name)
+                leaves[f"{before}{name}.kernel"] = x.linear(before + name)
             if f"{before}{name}.bias" in x:
-                made[f"{before}{name}.bias"] = x(f"{before}{name}.bias")
+                leaves[f"{before}{name}.bias"] = x(f"{before}{name}.bias")
     if "mlp.gate.weight" in x:
-        made["mlp.router.kernel"] = x.linear("mlp.gate")
-        n = made["mlp.router.kernel"].shape[1]
+        leaves["mlp.router.kernel"] = x.linear("mlp.gate")
+        n = leaves["mlp.router.kernel"].shape[1]
         for name in ("gate_proj", "up_proj", "down_proj"):
-            made[f"mlp.experts.{name}.kernel"] = x.experts(f"mlp.experts.{{}}.{name}.weight", n)
+            leaves[f"mlp.experts.{name}.kernel"] = x.experts(f"mlp.experts.{{}}.{name}.weight", n)
     if "mlp.gate.e_score_correction_bias" in x:
-        made["mlp.router.e_score_correction_bias"] = x("mlp.gate.e_score_correction_bias")
+        leaves["mlp.router.e_score_correction_bias"] = x("mlp.gate.e_score_correction_bias")
     if family == "mixtral":
-        made["mlp.router.kernel"] = x.linear("block_sparse_moe.gate")
-        n = made["mlp.router.kernel"].shape[1]
+        leaves["mlp.router.kernel"] = x.linear("block_sparse_moe.gate")
+        n = leaves["mlp.router.kernel"].shape[1]
         for name, w in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
-            made[f"mlp.experts.{name}.kernel"] = x.experts(
+            leaves[f"mlp.experts.{name}.kernel"] = x.experts(
                 f"block_sparse_moe.experts.{{}}.{w}.weight", n
             )
     if family == "gpt_oss":
-        made["mlp.router.kernel"] = x.linear("mlp.router")
-        made["mlp.router.bias"] = x("mlp.router.bias")
+        leaves["mlp.router.kernel"] = x.linear("mlp.router")
+        leaves["mlp.router.bias"] = x("mlp.router.bias")
         fused, bias = x("mlp.experts.gate_up_proj"), x("mlp.experts.gate_up_proj_bias")
         for start, name in enumerate(("gate_proj", "up_proj")):
-            made[f"mlp.experts.{name}.kernel"] = fused[..., start::2]
-            made[f"mlp.experts.{name}.bias"] = bias[..., start::2]
-        made["mlp.experts.down_proj.kernel"] = x("mlp.experts.down_proj")
-        made["mlp.experts.down_proj.bias"] = x("mlp.experts.down_proj_bias")
-    return made
+            leaves[f"mlp.experts.{name}.kernel"] = fused[..., start::2]
+            leaves[f"mlp.experts.{name}.bias"] = bias[..., start::2]
+        leaves["mlp.experts.down_proj.kernel"] = x("mlp.experts.down_proj")
+        leaves["mlp.experts.down_proj.bias"] = x("mlp.experts.down_proj_bias")
+    return leaves
 
 
 def plain(family, config, tensors, scan):
-    made = {
+    leaves = {
         "embed_tokens.embedding": tensors["model.embed_tokens.weight"],
         "norm.scale": tensors["model.norm.weight"],
     }
     if "lm_head.weight" in tensors:
-        made["lm_head.kernel"] = tensors["lm_head.weight"].T
+        leaves["lm_head.kernel"] = tensors["lm_head.weight"].T
     n = config["num_hidden_layers"]
     layers = [plain_layer(family, Layer(tensors, i, config)) for i in range(n)]
     if not scan:
-        return made | {f"layers.{i}.{k}": v for i, x in enumerate(layers) for k, v in x.items()}
+        return leaves | {f"layers.{i}.{k}": v for i, x in enumerate(layers) for k, v in x.items()}
     sparse = [x for x in layers if "mlp.router.kernel" in x]
     dense = [x for x in layers if "mlp.router.kernel" not in x]
     if sparse and dense:
-        return made | stacked("dense_layers.", dense, 0) | stacked("moe_layers.", sparse, 0)
-    return made | stacked("layers.", layers, 0)
+        return leaves | stacked("dense_layers.", dense, 0) | stacked("moe_layers.", sparse, 0)
+    return leaves | stacked("layers.", layers, 0)
 
 
 def stacked(before, layers, axis, first=()):
-    made = {}
+    leaves = {}
     for name in layers[0] if layers else ():
         arrays = [layer[name] for layer in layers]
         at = axis if arrays[0].ndim >= axis and name not in first else 0
-        made[before + name] = np.stack(arrays, at)
-    return made
+        leaves[before + name] = np.stack(arrays, at)
+    return leaves
 
 
 def maxtext_layer(family, x, rope="default"):
@@ -167,24 +167,24 @@ def maxtext_layer(family, x, rope="default"):
         weight = x(f"{name}.weight")
         return weight.astype(F32) + F32(1) if gemma else weight
 
-    made = {}
+    leaves = {}
     if gemma:
-        made["pre_self_attention_norm.scale"] = norm("input_layernorm")
-        made["post_self_attention_norm.scale"] = norm("post_attention_layernorm")
-        made["pre_ffw_norm.scale"] = norm("pre_feedforward_layernorm")
-        made["post_ffw_norm.scale"] = norm("post_feedforward_layernorm")
+        leaves["pre_self_attention_norm.scale"] = norm("input_layernorm")
+        leaves["post_self_attention_norm.scale"] = norm("post_attention_layernorm")
+        leaves["pre_ffw_norm.scale"] = norm("pre_feedforward_layernorm")
+        leaves["post_ffw_norm.scale"] = norm("post_feedforward_layernorm")
     else:
-        made["pre_self_attention_layer_norm.scale"] = norm("input_layernorm")
-        made["post_self_attention_layer_norm.scale"] = norm("post_attention_layernorm")
+        leaves["pre_self_attention_layer_norm.scale"] = norm("input_layernorm")
+        leaves["post_self_attention_layer_norm.scale"] = norm("post_attention_layernorm")
     attention = "GptOssAttention" if family == "gpt_oss" else "self_attention"
     if family == "deepseek_v3":
         names = {"q": "query", "q_a": "wq_a", "q_b": "wq_b", "kv_a": "wkv_a", "kv_b": "wkv_b"}
         names["o"] = "out"
         kernels = latent_kernels(x).items()
-        made |= {f"self_attention.{names[k]}.kernel": array for k, array in kernels}
-        made["self_attention.kv_norm.scale"] = x("self_attn.kv_a_layernorm.weight")
+        leaves |= {f"self_attention.{names[k]}.kernel": array for k, array in kernels}
+        leaves["self_attention.kv_norm.scale"] = x("self_attn.kv_a_layernorm.weight")
         if "self_attn.q_a_layernorm.weight" in x:
-            made["self_attention.q_norm.scale"] = x("self_attn.q_a_layernorm.weight")
+            leaves["self_attention.q_norm.scale"] = x("self_attn.q_a_layernorm.weight")
     else:
         kernels = attention_kernels(x)
         if rope == "llama3":
@@ -195,44 +195,47 @@ def maxtext_layer(family, x, rope="default"):
             d = x.c.get("query_pre_attn_scalar", x.d)
             kernels["q"] = kernels["q"].astype(F32) * F32(1 / np.sqrt(d))
         names = {"q": "query", "k": "key", "v": "value", "o": "out"}
-        made |= {f"{attention}.{names[k]}.kernel": array for k, array in kernels.items()}
+        leaves |= {f"{attention}.{names[k]}.kernel": array for k, array in kernels.items()}
     for name, heads, to in (("q", x.heads, "query"), ("k", x.kv, "key"), ("v", x.kv, "value")):
         if f"self_attn.{name}_proj.bias" in x:
-            made[f"{attention}.{to}.bias"] = x(f"self_attn.{name}_proj.bias").reshape(heads, x.d)
+            leaves[f"{attention}.{to}.bias"] = x(f"self_attn.{name}_proj.bias").reshape(heads, x.d)
         if f"self_attn.{name}_norm.weight" in x:
-            made[f"self_attention.{to}_norm.scale"] = norm(f"self_attn.{name}_norm")
+            leaves[f"self_attention.{to}_norm.scale"] = norm(f"self_attn.{name}_norm")
     mlp = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
     if "mlp.gate_proj.weight" in x:
-        made |= {f"mlp.{k}.kernel": x.linear(f"mlp.{v}") for k, v in mlp.items()}
+        leaves |= {f"mlp.{k}.kernel": x.linear(f"mlp.{v}") for k, v in mlp.items()}
     if family == "qwen3_moe":
-        made["moe_block.gate.kernel"] = x.linear("mlp.gate")
+        leaves["moe_block.gate.kernel"] = x.linear("mlp.gate")
         for k, v in mlp.items():
-            made[f"moe_block.{k}"] = x.experts(
+            leaves[f"moe_block.{k}"] = x.experts(
                 f"mlp.experts.{{}}.{v}.weight", x("mlp.gate.weight").shape[0]
             )
     if family == "mixtral":
-        made["MoeBlock_0.gate.kernel"] = x.linear("block_sparse_moe.gate")
+        leaves["MoeBlock_0.gate.kernel"] = x.linear("block_sparse_moe.gate")
         n = x("block_sparse_moe.gate.weight").shape[0]
         for k, v in (("wi_0", "w1"), ("wi_1", "w3"), ("wo", "w2")):
-            made[f"MoeBlock_0.{k}"] = x.experts(f"block_sparse_moe.experts.{{}}.{v}.weight", n)
+            leaves[f"MoeBlock_0.{k}"] = x.experts(f"block_sparse_moe.experts.{{}}.{v}.weight", n)
     if family == "deepseek_v3" and "mlp.gate.weight" in x:
         block, n = "DeepSeekMoeBlock_0.", x("mlp.gate.weight").shape[0]
-        made[f"{block}MoeBlock_0.gate.kernel"] = x.linear("mlp.gate")
-        made[f"{block}MoeBlock_0.gate.bias"] = x("mlp.gate.e_score_correction_bias")
+        leaves[f"{block}MoeBlock_0.gate.kernel"] = x.linear("mlp.gate")
+        leaves[f"{block}MoeBlock_0.gate.bias"] = x("mlp.gate.e_score_correction_bias")
         for k, v in mlp.items():
-            made[f"{block}MoeBlock_0.{k}"] = x.experts(f"mlp.experts.{{}}.{v}.weight", n)
-            made[f"{block}shared_experts.{k}.kernel"] = x.linear(f"mlp.shared_experts.{v}")
+            leaves[f"{block}MoeBlock_0.{k}"] = x.experts(f"mlp.experts.{{}}.{v}.weight", n)
+            leaves[f"{block}shared_experts.{k}.kernel"] = x.linear(f"mlp.shared_experts.{v}")
     if family == "gpt_oss":
-        made["GptOssAttention.out.bias"] = x("self_attn.o_proj.bias")
-        made["GptOssAttention.sinks"] = x("self_attn.sinks")
-        made["GptOssMlp.gate.kernel"] = x.linear("mlp.router")
-        made["GptOssMlp.gate.bias"] = x("mlp.router.bias")
+        leaves["GptOssAttention.out.bias"] = x("self_attn.o_proj.bias")
+        leaves["GptOssAttention.sinks"] = x("self_attn.sinks")
+        leaves["GptOssMlp.gate.kernel"] = x.linear("mlp.router")
+        leaves["GptOssMlp.gate.bias"] = x("mlp.router.bias")
         fused, bias = x("mlp.experts.gate_up_proj"), x("mlp.experts.gate_up_proj_bias")
-        made["GptOssMlp.wi_0"], made["GptOssMlp.wi_1"] = fused[..., ::2], fused[..., 1::2]
-        made["GptOssMlp.wi_0_bias"], made["GptOssMlp.wi_1_bias"] = bias[..., ::2], bias[..., 1::2]
-        made["GptOssMlp.wo"] = x("mlp.experts.down_proj")
-        made["GptOssMlp.wo_bias"] = x("mlp.experts.down_proj_bias")
-    return made
+        leaves["GptOssMlp.wi_0"], leaves["GptOssMlp.wi_1"] = fused[..., ::2], fused[..., 1::2]
+        leaves["GptOssMlp.wi_0_bias"], leaves["GptOssMlp.wi_1_bias"] = (
+            bias[..., ::2],
+            bias[..., 1::2],
+        )
+        leaves["GptOssMlp.wo"] = x("mlp.experts.down_proj")
+        leaves["GptOssMlp.wo_bias"] = x("mlp.experts.down_proj_bias")
+    return leaves
 
 
 def maxtext(family, config, tensors, scan, axis=1):
@@ -244,17 +247,17 @@ def maxtext(family, config, tensors, scan, axis=1):
         embedding = embedding.astype(F32) * F32(ml_dtypes.bfloat16(root))
     if family in ("gemma2", "gemma3"):
         norm = norm.astype(F32) + F32(1)
-    made = {"token_embedder.embedding": embedding, "decoder.decoder_norm.scale": norm}
+    leaves = {"token_embedder.embedding": embedding, "decoder.decoder_norm.scale": norm}
     if "lm_head.weight" in tensors:
-        made["decoder.logits_dense.kernel"] = tensors["lm_head.weight"].T
+        leaves["decoder.logits_dense.kernel"] = tensors["lm_head.weight"].T
     n = config["num_hidden_layers"]
     rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
     layers = [maxtext_layer(family, Layer(tensors, i, config), rope) for i in range(n)]
-    made |= _maxtext_layers(family, config, layers, scan, axis)
+    leaves |= _maxtext_layers(family, config, layers, scan, axis)
     variable = "MoeBlock_0.gate.bias"  # of DeepSeek; the model has it beside its parameters
     return {
         f"{'MoEBiasVar' if name.endswith(variable) else 'params'}.{name}": array
-        for name, array in made.items()
+        for name, array in leaves.items()
     }
 
 
@@ -262,7 +265,7 @@ def _maxtext_layers(family, config, layers, scan, axis):
     def one(before, layer):
         return {before + name: array for name, array in layer.items()}
 
-    made = {}
+    leaves = {}
     if family == "gemma2":
         pairs = []
         for local, full in zip(layers[::2], layers[1::2], strict=True):
@@ -277,28 +280,28 @@ def _maxtext_layers(family, config, layers, scan, axis):
         k = config["first_k_dense_replace"]
         bias = "DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
         if scan:
-            made |= stacked("decoder.dense_layers.", layers[:k], axis)
-            return made | stacked("decoder.moe_layers.", layers[k:], axis, first=(bias,))
+            leaves |= stacked("decoder.dense_layers.", layers[:k], axis)
+            return leaves | stacked("decoder.moe_layers.", layers[k:], axis, first=(bias,))
         for i, layer in enumerate(layers[:k]):
-            made |= one(f"decoder.dense_layers_{i}.", layer)
+            leaves |= one(f"decoder.dense_layers_{i}.", layer)
         for i, layer in enumerate(layers[k:]):
-            made |= one(f"decoder.moe_layers_{i}.", layer)
-        return made
+            leaves |= one(f"decoder.moe_layers_{i}.", layer)
+        return leaves
     if not scan:
         for i, layer in enumerate(layers):
-            made |= one(f"decoder.layers_{i}.", layer)
-        return made
+            leaves |= one(f"decoder.layers_{i}.", layer)
+        return leaves
     if family == "gemma3":
         whole = len(layers) // 6 * 6
         for i in range(6):
-            made |= stacked(f"decoder.layers.layers_{i}.", layers[i:whole:6], axis)
+            leaves |= stacked(f"decoder.layers.layers_{i}.", layers[i:whole:6], axis)
         for i, layer in enumerate(layers[whole:]):
-            made |= one(f"decoder.layers_remainder.layers_{i}.", layer)
-        return made
+            leaves |= one(f"decoder.layers_remainder.layers_{i}.", layer)
+        return leaves
     if family == "gpt_oss":
         for i in range(2):
-            made |= stacked(f"decoder.layers.layers_{i}.", layers[i::2], axis)
-        return made
+            leaves |= stacked(f"decoder.layers.layers_{i}.", layers[i::2], axis)
+        return leaves
     return stacked("decoder.layers.", layers, axis)
 
 
@@ -308,50 +311,50 @@ def tunix_layer(family, x):
     mlp = {f"mlp.{n}.kernel": x.linear(f"mlp.{n}") for n in ("gate_proj", "up_proj", "down_proj")
            if f"mlp.{n}.weight" in x}  # fmt: skip
     if not gemma:
-        made = {f"attn.{name}_proj.w": array for name, array in kernels.items()} | mlp
+        leaves = {f"attn.{name}_proj.w": array for name, array in kernels.items()} | mlp
         for name in "qkv":
             if f"self_attn.{name}_proj.bias" in x:
-                made[f"attn.{name}_bias"] = x(f"self_attn.{name}_proj.bias")
+                leaves[f"attn.{name}_bias"] = x(f"self_attn.{name}_proj.bias")
             if f"self_attn.{name}_norm.weight" in x:
-                made[f"attn.{name}_norm.w"] = x(f"self_attn.{name}_norm.weight")
+                leaves[f"attn.{name}_norm.w"] = x(f"self_attn.{name}_norm.weight")
         for name in ("input_layernorm", "post_attention_layernorm"):
-            made[f"{name}.w"] = x(f"{name}.weight")
+            leaves[f"{name}.w"] = x(f"{name}.weight")
         if "mlp.gate.weight" in x:
-            made["mlp.router.kernel"] = x.linear("mlp.gate")
+            leaves["mlp.router.kernel"] = x.linear("mlp.gate")
             n = x("mlp.gate.weight").shape[0]
             for name in ("gate_proj", "up_proj", "down_proj"):
-                made[f"mlp.{name}"] = x.experts(f"mlp.experts.{{}}.{name}.weight", n)
-        return made
+                leaves[f"mlp.{name}"] = x.experts(f"mlp.experts.{{}}.{name}.weight", n)
+        return leaves
     q, k, v = (kernels[name].transpose(1, 0, 2) for name in "qkv")
-    made = {"attn.attn_vec_einsum.w": kernels["o"], **mlp}
+    leaves = {"attn.attn_vec_einsum.w": kernels["o"], **mlp}
     if x.heads == x.kv:
-        made["attn.qkv_einsum.w"] = np.stack([q, k, v])
+        leaves["attn.qkv_einsum.w"] = np.stack([q, k, v])
     else:
-        made |= {"attn.q_einsum.w": q, "attn.kv_einsum.w": np.stack([k, v])}
-    made["pre_attention_norm.scale"] = x("input_layernorm.weight")
+        leaves |= {"attn.q_einsum.w": q, "attn.kv_einsum.w": np.stack([k, v])}
+    leaves["pre_attention_norm.scale"] = x("input_layernorm.weight")
     post = "post_attn_norm" if family == "gemma2" else "post_attention_norm"
-    made[f"{post}.scale"] = x("post_attention_layernorm.weight")
-    made["pre_ffw_norm.scale"] = x("pre_feedforward_layernorm.weight")
-    made["post_ffw_norm.scale"] = x("post_feedforward_layernorm.weight")
+    leaves[f"{post}.scale"] = x("post_attention_layernorm.weight")
+    leaves["pre_ffw_norm.scale"] = x("pre_feedforward_layernorm.weight")
+    leaves["post_ffw_norm.scale"] = x("post_feedforward_layernorm.weight")
     if family == "gemma3":
-        made["attn._query_norm.scale"] = x("self_attn.q_norm.weight")
-        made["attn._key_norm.scale"] = x("self_attn.k_norm.weight")
-    return made
+        leaves["attn._query_norm.scale"] = x("self_attn.q_norm.weight")
+        leaves["attn._key_norm.scale"] = x("self_attn.k_norm.weight")
+    return leaves
 
 
 def tunix(family, config, tensors, scan):
     assert not scan
     norm = "final_norm.scale" if family in ("gemma2", "gemma3") else "final_norm.w"
-    made = {
+    leaves = {
         "embedder.input_embedding": tensors["model.embed_tokens.weight"],
         norm: tensors["model.norm.weight"],
     }
     if "lm_head.weight" in tensors:
-        made["lm_head.w"] = tensors["lm_head.weight"].T
+        leaves["lm_head.w"] = tensors["lm_head.weight"].T
     for i in range(config["num_hidden_layers"]):
         layer = tunix_layer(family, Layer(tensors, i, config))
-        made |= {f"layers.{i}.{name}": array for name, array in layer.items()}
-    return made
+        leaves |= {f"layers.{i}.{name}": array for name, array in layer.items()}
+    return leaves
 
 
 REFERENCES = {"plain": plain, "maxtext": maxtext, "tunix": tunix}

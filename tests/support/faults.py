@@ -1,4 +1,4 @@
-"""What goes wrong on servers for tests, which run in processes of their own."""
+"""Faults of servers for tests, which run in processes of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What goes wrong with requests.
+    """Faults of requests.
 
     Attributes:
         kind: "status", "reset", "truncate" (half of the body), "delay", or "range" (another
@@ -44,7 +44,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def take(self, method: str, key: str) -> Fault | None:
-        """What goes wrong with a request, if anything."""
+        """Return the fault of a request, if any."""
         with self._lock:
             for number, fault in enumerate(self._faults):
                 if fault.times > 0 and fault.method == method and fault.key in key:

@@ -21,7 +21,7 @@ _WATCHDOG_SECONDS = 60
 
 
 class Request(NamedTuple):
-    """What a client asked; `path` is as it came, quoted; `range` is half-open."""
+    """A request of a client; `path` is as it came, quoted; `range` is half-open."""
 
     method: str
     path: str
@@ -185,12 +185,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urllib.parse.urlsplit(self.path)
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         request = Request(
             self.command,
             url.path,
             dict(urllib.parse.parse_qsl(url.query)),
-            (int(found[1]), int(found[2]) + 1) if found else None,
+            (int(match[1]), int(match[2]) + 1) if match else None,
             self.headers.get("Authorization"),
         )
         server: Server = self.server.tests_server  # type: ignore[attr-defined]

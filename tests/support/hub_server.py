@@ -83,47 +83,47 @@ class Hub:
         self.cdn.close()
 
     def _answer_hub(self, request: Request) -> Reply:
-        found = _API.fullmatch(request.path) or _RESOLVE.fullmatch(request.path)
-        if found is None:
+        match = _API.fullmatch(request.path) or _RESOLVE.fullmatch(request.path)
+        if match is None:
             return Reply(404, {})
-        name = f"{found['type'] or 'models'}/{found['repo']}"
+        name = f"{match['type'] or 'models'}/{match['repo']}"
         if name in self.moved:
             location = request.path.replace(*(n.split("/", 1)[1] for n in (name, self.moved[name])))
             return Reply(307, {"Location": location})
         token = (request.authorization or "").removeprefix("Bearer ")
         repo = self.repo(name)
         denied = repo is not None and repo.readers is not None and token not in repo.readers
-        is_api = found.re is _API
+        is_api = match.re is _API
         if repo is None or (denied and not repo.gated):
             return _error(404 if token else 401, "RepoNotFound", "Repository not found")
         if denied and not is_api:
             return _error(403 if token else 401, "GatedRepo", f"Access to {name} is restricted.")
-        revision = urllib.parse.unquote(found["revision"] or "main")
+        revision = urllib.parse.unquote(match["revision"] or "main")
         commit = repo.refs.get(revision, revision)
         if commit not in repo.commits:
             return _error(404, "RevisionNotFound", "Invalid rev id")
         folder = repo.commits[commit]
         if not is_api:
-            path = folder / urllib.parse.unquote(found["path"])
+            path = folder / urllib.parse.unquote(match["path"])
             reply = self._resolve(request, path, commit)
-            if reply.status == 206 and found["type"] is None and not found["cache"]:
+            if reply.status == 206 and match["type"] is None and not match["cache"]:
                 return Reply(307, {"Location": f"{CACHE}/models{request.path}"})
             return reply
-        is_tree = found["what"] == "tree"
-        body = _tree(folder, found["path"]) if is_tree else _info(name, commit, folder)
+        is_tree = match["what"] == "tree"
+        body = _tree(folder, match["path"]) if is_tree else _info(name, commit, folder)
         return Reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
     def _resolve(self, request: Request, path: Path, commit: str) -> Reply:
         if not path.is_file():
             return _error(404, "EntryNotFound", "Entry not found")
-        facts, headers = _facts(path), {"X-Repo-Commit": commit}
-        if "lfs" not in facts:
-            return serve_range(request, path, {**headers, "ETag": f'"{facts["oid"]}"'})
+        attributes, headers = _attributes(path), {"X-Repo-Commit": commit}
+        if "lfs" not in attributes:
+            return serve_range(request, path, {**headers, "ETag": f'"{attributes["oid"]}"'})
         digest = self.digest(path)
         self._blobs[digest] = path
         signature = f"secret{len(self._signatures)}"
         self._signatures[signature] = self.uses
-        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(facts["size"])}
+        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(attributes["size"])}
         location = f"{self.cdn.url}/blobs/{digest}?X-Amz-Signature={signature}&X-Amz-Expires=1"
         return Reply(302, {**headers, "Location": location}, b"Found. Redirecting.")
 
@@ -140,31 +140,35 @@ def _error(status: int, code: str, message: str) -> Reply:
     return Reply(status, {"X-Error-Code": code, "X-Error-Message": message})
 
 
-def _facts(path: Path) -> dict[str, object]:
+def _attributes(path: Path) -> dict[str, object]:
     data = path.read_bytes()
-    found = {"type": "file", "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+    attributes = {"type": "file", "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
     if path.suffix == ".safetensors":
         digest = hashlib.sha256(data).hexdigest()
-        found["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
-    return found
+        attributes["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
+    return attributes
 
 
 def _files(folder: Path) -> Iterator[tuple[str, dict]]:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            yield path.relative_to(folder).as_posix(), _facts(path)
+            yield path.relative_to(folder).as_posix(), _attributes(path)
 
 
 def _tree(folder: Path, sub: str | None) -> list[dict]:
     inside = f"{sub}/" if sub else ""
-    return [{"path": name, **facts} for name, facts in _files(folder) if name.startswith(inside)]
+    return [
+        {"path": name, **attributes}
+        for name, attributes in _files(folder)
+        if name.startswith(inside)
+    ]
 
 
 def _info(name: str, commit: str, folder: Path) -> dict:
     siblings = []
-    for file, facts in _files(folder):
-        sibling = {"rfilename": file, "size": facts["size"], "blobId": facts["oid"]}
-        if lfs := facts.get("lfs"):
+    for file, attributes in _files(folder):
+        sibling = {"rfilename": file, "size": attributes["size"], "blobId": attributes["oid"]}
+        if lfs := attributes.get("lfs"):
             sibling["lfs"] = {"sha256": lfs["oid"], "size": lfs["size"], "pointerSize": 134}
         siblings.append(sibling)
     return {

@@ -177,7 +177,7 @@ def _ends(rng: random.Random, asked: bytes, head: Head, body: bytes) -> Iterator
 
 
 def _echo(rng: random.Random, asked: bytes) -> bytes:
-    """What the client has sent, as it came or decoded, in one line."""
+    """Return what the client has sent, as it came or decoded, in one line."""
     sent = [line for line in asked.split(b"\r\n") if line]
     line = rng.choice(
         [line for line in sent if line.lower().startswith((b"get", b"authorization"))]
@@ -263,9 +263,9 @@ class LyingServer:
 def _said(answer: Callable[[Request], Reply], asked: bytes) -> tuple[Head, bytes]:
     """The right answer to a request."""
     method, target, _ = asked.split(b"\r\n")[0].decode("latin-1").split(" ")
-    found = re.search(rb"range: bytes=(\d+)-(\d+)", asked, re.I)
+    match = re.search(rb"range: bytes=(\d+)-(\d+)", asked, re.I)
     url = urllib.parse.urlsplit(target)
-    span = (int(found[1]), int(found[2]) + 1) if found else None
+    span = (int(match[1]), int(match[2]) + 1) if match else None
     reply = answer(Request(method, url.path, dict(urllib.parse.parse_qsl(url.query)), span, None))
     headers = {"Content-Length": str(len(reply.body)), **reply.headers}
     lines = [f"HTTP/1.1 {reply.status} Said", *(f"{name}: {v}" for name, v in headers.items())]

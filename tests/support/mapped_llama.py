@@ -18,18 +18,18 @@ LAYERS, HEADS, HEAD_DIM, WIDTH = 4, 8, 16, 32
 
 @pytest.fixture(scope="module")
 def tensors():
-    found = {"model.norm.weight": random_tensor((WIDTH,), BF16, 1)}
+    weights = {"model.norm.weight": random_tensor((WIDTH,), BF16, 1)}
     for i in range(LAYERS):
         prefix = f"model.layers.{i}."
-        found |= {
+        weights |= {
             prefix + "q_proj.weight": random_tensor((HEADS * HEAD_DIM, WIDTH), BF16, i),
             prefix + "gate_up.weight": random_tensor((WIDTH, 2 * WIDTH), BF16, 10 + i),
             prefix + "norm.weight": np.full((WIDTH,), i + 0.5, BF16),
         }
         for expert in range(3):
             name = prefix + f"experts.{expert}.down.weight"
-            found[name] = random_tensor((WIDTH, WIDTH), BF16, 20 + i + expert)
-    return found
+            weights[name] = random_tensor((WIDTH, WIDTH), BF16, 20 + i + expert)
+    return weights
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ class Case(NamedTuple):
     tensors: dict[str, np.ndarray]
 
 
-def facts_of(tensors):
+def specs_of(tensors):
     return {name: (array.shape, array.dtype) for name, array in tensors.items()}
 
 
@@ -51,11 +51,11 @@ def index_only(pieces) -> bool:
     return all(isinstance(piece, AffinePiece) and not piece.ops for piece in pieces)
 
 
-def same(one: np.ndarray, two: np.ndarray) -> None:
-    assert one.dtype == two.dtype
-    assert one.shape == two.shape
+def same(array: np.ndarray, expected: np.ndarray) -> None:
+    assert array.dtype == expected.dtype
+    assert array.shape == expected.shape
     np.testing.assert_array_equal(
-        np.ascontiguousarray(one).view(np.uint8), np.ascontiguousarray(two).view(np.uint8)
+        np.ascontiguousarray(array).view(np.uint8), np.ascontiguousarray(expected).view(np.uint8)
     )
 
 

@@ -1,4 +1,4 @@
-"""What the package reports to `jax.monitoring`."""
+"""Reports of the package to `jax.monitoring`."""
 
 from __future__ import annotations
 

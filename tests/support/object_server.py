@@ -66,8 +66,8 @@ class ObjectServer:
 
     def take_log(self) -> list[dict[str, Any]]:
         """The requests since the last call: method, key, query, first, last, status, nbytes."""
-        found: list[dict[str, Any]] = json.loads(_fetch(f"{self.url}{_CONTROL}log", b""))
-        return found
+        report: list[dict[str, Any]] = json.loads(_fetch(f"{self.url}{_CONTROL}log", b""))
+        return report
 
     def uploads(self) -> int:
         """Multi-part uploads that were begun and neither completed nor aborted."""
@@ -289,16 +289,16 @@ class XmlApi:
         source = environ.get("HTTP_X_GOOG_COPY_SOURCE")
         if method == "PUT" and source:
             _, from_bucket, from_key = urllib.parse.unquote("/" + source.lstrip("/")).split("/", 2)
-            found = self._data(from_bucket, from_key)
-            if found is None:
+            source_data = self._data(from_bucket, from_key)
+            if source_data is None:
                 return _error("404 Not Found", "NoSuchKey")
-            self._store(bucket, key, found)
+            self._store(bucket, key, source_data)
             return _xml("<CopyObjectResult></CopyObjectResult>")
         data = self._data(bucket, key)
         if method == "PUT":
-            wanted = environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH")
+            generation = environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH")
             now = "0" if data is None else self._storage.objects[bucket][key]["generation"]
-            if wanted is not None and wanted != now:
+            if generation is not None and generation != now:
                 return _error("412 Precondition Failed", "PreconditionFailed")
             self._store(bucket, key, body)
             return "200 OK", self._describe(bucket, key), b""
@@ -319,8 +319,8 @@ class XmlApi:
     ) -> Answer:
         headers = self._describe(bucket, key)
         described = dict(headers)
-        wanted = environ.get("HTTP_IF_MATCH")
-        if wanted is not None and wanted != described["ETag"]:
+        etag = environ.get("HTTP_IF_MATCH")
+        if etag is not None and etag != described["ETag"]:
             return _error("412 Precondition Failed", "PreconditionFailed")
         generation = query.get("generation", described["x-goog-generation"])
         if generation != described["x-goog-generation"]:
@@ -372,8 +372,8 @@ class XmlApi:
                 f"<ETag>{xml.sax.saxutils.escape(described['ETag'])}</ETag>"
                 f"<Size>{len(self._data(bucket, key) or b'')}</Size></Contents>"
             )
-        found = [f"<CommonPrefixes><Prefix>{p}</Prefix></CommonPrefixes>" for p in sorted(folders)]
-        text = "".join([*objects, *found])
+        items = [f"<CommonPrefixes><Prefix>{p}</Prefix></CommonPrefixes>" for p in sorted(folders)]
+        text = "".join([*objects, *items])
         return _xml(f"<ListBucketResult><Name>{bucket}</Name>{text}</ListBucketResult>")
 
     def _store(self, bucket: str, key: str, data: bytes) -> None:

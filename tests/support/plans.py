@@ -29,15 +29,15 @@ def held_boxes(draw, processes: int) -> GlobalShards:
     shape = [g * draw(st.integers(0 if g == 1 else 1, 4)) for g in grid]
     if not math.prod(shape):
         grid = [1] * rank
-    some = st.sets(st.integers(0, processes - 1), min_size=1)
+    processes_of_box = st.sets(st.integers(0, processes - 1), min_size=1)
     boxes = tuple(grid_boxes(shape, grid))
     kind = draw(st.sampled_from(["any", "one", "same"]))
     if kind == "same":
-        holders = [tuple(sorted(draw(some)))] * len(boxes)
+        holders = [tuple(sorted(draw(processes_of_box)))] * len(boxes)
     elif kind == "one":
         holders = [(draw(st.integers(0, processes - 1)),) for _ in boxes]
     else:
-        holders = [tuple(sorted(draw(some))) for _ in boxes]
+        holders = [tuple(sorted(draw(processes_of_box))) for _ in boxes]
     return GlobalShards(boxes, tuple(holders))
 
 
@@ -79,7 +79,7 @@ def check_plans(plans: Sequence[WritePlan], options: WriteOptions) -> None:
     leaves = plans[0].leaves
     owned = [(name, owner) for name, owner, _ in plans[0].files]
     assert [(file.name, plan.process_index) for plan in plans for file in plan.own] == sorted(
-        owned, key=lambda one: one[1]
+        owned, key=lambda pair: pair[1]
     )
     seen: list[int] = []
     for plan in plans:
@@ -109,7 +109,7 @@ def _check_file(plan: WritePlan, file: FileWrite) -> list[int]:
     assert not parts.keys() & set(file.gathered)
     position = len(file.layout.header)
     assert position % DATA_ALIGNMENT == 0
-    found = []
+    numbers = []
     for entry in file.layout.tensors:
         number = by_name[entry.name]
         assert entry.start == position
@@ -122,9 +122,9 @@ def _check_file(plan: WritePlan, file: FileWrite) -> list[int]:
         elif entry.nbytes:
             assert number in file.gathered
         if entry.nbytes:
-            found.append(number)
+            numbers.append(number)
     assert position == file.layout.size
-    return found
+    return numbers
 
 
 def _check_part(plan: WritePlan, part) -> None:

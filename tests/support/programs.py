@@ -24,7 +24,7 @@ _PROGRAMS = _SUPPORT.with_name("programs")
 
 
 def _environment(devices: int) -> dict[str, str]:
-    """Of a child with virtual devices, which finds the modules of `tests/support`."""
+    """Return that of a child with virtual devices, which finds the modules of `tests/support`."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(_SUPPORT), str(_SUPPORT.parents[1])]),
@@ -209,11 +209,11 @@ def run_processes(
         abrupt=lost is not None,
     )
     results = []
-    for index, one in enumerate(ended):
+    for index, child in enumerate(ended):
         if index == lost:
-            assert one.status == -signal.SIGKILL, one
-        assert index == lost or one.said, f"exit {one.status}\n{one.errors}"
-        results.append(None if index == lost else one.said[-1])
+            assert child.status == -signal.SIGKILL, child
+        assert index == lost or child.said, f"exit {child.status}\n{child.errors}"
+        results.append(None if index == lost else child.said[-1])
     return results
 
 

@@ -168,26 +168,26 @@ def _stored(config: dict[str, Any]) -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor of a checkpoint, quantised as its configuration says."""
     inner = config.get("text_config", config)
     method = config.get("quantization_config", {}).get("quant_method")
-    found = []
+    tensors = []
     for name, shape in tensors_of(inner).items():
         if method == "fp8" and "_proj" in name:
-            found += [(name, "F8_E4M3", shape)]
-            found += [(f"{name}_scale_inv", "F32", tuple(-(-n // 16) for n in shape))]
+            tensors += [(name, "F8_E4M3", shape)]
+            tensors += [(f"{name}_scale_inv", "F32", tuple(-(-n // 16) for n in shape))]
         elif method == "mxfp4" and name.endswith("_proj"):
             x, i, o = shape
-            found += [(f"{name}_blocks", "U8", (x, o, i // 32, 16))]
-            found += [(f"{name}_scales", "U8", (x, o, i // 32))]
+            tensors += [(f"{name}_blocks", "U8", (x, o, i // 32, 16))]
+            tensors += [(f"{name}_scales", "U8", (x, o, i // 32))]
         elif method == "compressed-tensors" and ".experts." in name:
             rows, columns = shape
-            found += [(f"{name}_packed", "I32", (rows, columns // 8))]
-            found += [(f"{name}_scale", "BF16", (rows, columns // 8))]
-            found += [(f"{name}_shape", "I64", (2,))]
+            tensors += [(f"{name}_packed", "I32", (rows, columns // 8))]
+            tensors += [(f"{name}_scale", "BF16", (rows, columns // 8))]
+            tensors += [(f"{name}_shape", "I64", (2,))]
         else:
-            found += [(name, "BF16", shape)]
+            tensors += [(name, "BF16", shape)]
     if inner is not config:
-        found = [(f"language_model.{name}", *rest) for name, *rest in found]
-        found += [("vision_tower.vision_model.embeddings.patch_embedding.bias", "BF16", (16,))]
-    return found
+        tensors = [(f"language_model.{name}", *rest) for name, *rest in tensors]
+        tensors += [("vision_tower.vision_model.embeddings.patch_embedding.bias", "BF16", (16,))]
+    return tensors
 
 
 def make(name: str, folder: Path) -> dict[str, Any]:

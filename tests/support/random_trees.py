@@ -86,7 +86,7 @@ def host_leaves(draw, seed):
 
 @st.composite
 def trees(draw):
-    """What is saved, and the tensors that must arrive."""
+    """Draw a tree to save, and the tensors that must arrive."""
     expected: dict[str, np.ndarray] = {}
     tree: dict[str, object] = {}
     for number in range(draw(st.integers(1, 6))):

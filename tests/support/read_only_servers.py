@@ -46,8 +46,8 @@ class ReadOnlyServer:
 
     def take_log(self) -> list[dict[str, Any]]:
         """The requests for ranges of files since the last call, as of `ObjectServer`."""
-        found: list[dict[str, Any]] = self._tell("log", None)
-        return found
+        log: list[dict[str, Any]] = self._tell("log", None)
+        return log
 
     def _tell(self, what: str, value: object) -> Any:
         assert self._process.stdin is not None
@@ -122,12 +122,12 @@ def main() -> None:
     print(server.url, flush=True)
     for line in sys.stdin:
         what, value = json.loads(line)
-        found: list[dict[str, Any]] = []
+        log: list[dict[str, Any]] = []
         if what == "faults":
             recorder.faults = Faults(value)
         else:
-            found, recorder.log = recorder.log, []
-        print(json.dumps(found), flush=True)
+            log, recorder.log = recorder.log, []
+        print(json.dumps(log), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What tests of remote storages have in common: two servers, and a look for what is left behind."""
+"""Shared by tests of remote storages: a hub, and checks of errors, threads and secrets."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def threads() -> set[str]:
     return {name for name in names if "test-server" not in name and "serve_forever" not in name}
 
 
-def assert_same(found: dict, expected: dict[str, np.ndarray]) -> None:
+def assert_same(loaded: dict, expected: dict[str, np.ndarray]) -> None:
     """Equal names, shapes, dtypes and bits."""
-    assert set(found) == set(expected)
+    assert set(loaded) == set(expected)
     for name, values in expected.items():
-        assert_same_bits(found[name], values)
+        assert_same_bits(loaded[name], values)
 
 
 def ended(load: Callable[[], dict], seconds: float) -> dict | Exception:
-    """What a load ends with, if it ends in time."""
+    """Return what a load ends with, if it ends in time."""
     ends: list[dict | Exception] = []
 
     def run() -> None:
@@ -65,14 +65,14 @@ def ended(load: Callable[[], dict], seconds: float) -> dict | Exception:
 
 def shown(error: BaseException) -> str:
     """All that an error and what it chains tell, also where a traceback would leave it out."""
-    found: list[str] = []
+    texts: list[str] = []
     chain: list[BaseException | None] = [error]
     while chain:
-        one = chain.pop()
-        if one is not None:
-            found += [repr(one), str(one), repr(vars(one)), *getattr(one, "__notes__", ())]
-            chain += [one.__cause__, one.__context__]
-    return "\n".join(found)
+        link = chain.pop()
+        if link is not None:
+            texts += [repr(link), str(link), repr(vars(link)), *getattr(link, "__notes__", ())]
+            chain += [link.__cause__, link.__context__]
+    return "\n".join(texts)
 
 
 def assert_no_secret(text: str) -> None:

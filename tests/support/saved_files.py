@@ -1,4 +1,4 @@
-"""What stands in saved files, as the Rust library `safetensors` and plain JSON read them."""
+"""Contents of saved files, as the Rust library `safetensors` and plain JSON read them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CODES = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn": "F4",
     "float6_e2m3fn": "F6_E2M3", "float6_e3m2fn": "F6_E3M2",
 }  # fmt: skip
-"""What a file calls each dtype."""
+"""Names of dtypes in files."""
 
 
 class Raw(NamedTuple):
@@ -47,21 +47,21 @@ def raw_file(file: Path) -> dict[str, Raw]:
 
 def raw_tensors(folder: Path) -> dict[str, Raw]:
     """All tensors of a folder, which agree with its index where it has one."""
-    found: dict[str, Raw] = {}
+    stored: dict[str, Raw] = {}
     file_of = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors = raw_file(file)
-        assert not found.keys() & tensors.keys(), "a tensor stands in two files"
-        found |= tensors
+        assert not stored.keys() & tensors.keys(), "a tensor stands in two files"
+        stored |= tensors
         file_of.update(dict.fromkeys(tensors, file.name))
     index = folder / "model.safetensors.index.json"
     if index.exists():
         document = json.loads(index.read_text())
         assert document["weight_map"] == file_of
-        assert document["metadata"]["total_size"] == sum(len(raw.data) for raw in found.values())
+        assert document["metadata"]["total_size"] == sum(len(raw.data) for raw in stored.values())
     else:
         assert len(set(file_of.values())) <= 1
-    return found
+    return stored
 
 
 def header(file: Path) -> tuple[int, dict[str, Any]]:
@@ -79,14 +79,14 @@ def packed(array: np.ndarray, bits: int) -> bytes:
 
 
 def write_packed(folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
-    """Writes tensors of any dtype: also of those that `safetensors.numpy` can not write."""
+    """Writes tensors of any dtype: also of those that `safetensors.numpy` cannot write."""
     entries, data = {}, b""
     for name, array in tensors.items():
         bits = PACKED_BITS.get(array.dtype)
-        some = array.tobytes() if bits is None else packed(array, bits)
+        raw = array.tobytes() if bits is None else packed(array, bits)
         code = CODES[array.dtype.name]
-        entries[name] = entry(code, array.shape, len(data), len(data) + len(some))
-        data += some
+        entries[name] = entry(code, array.shape, len(data), len(data) + len(raw))
+        data += raw
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(file_bytes(entries, data))
     return folder
@@ -97,10 +97,10 @@ def assert_saved(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
     Sub-byte integers stand a byte each, sub-byte floats packed where they fill whole bytes.
     """
-    found = raw_tensors(folder)
-    assert found.keys() == tensors.keys()
+    stored = raw_tensors(folder)
+    assert stored.keys() == tensors.keys()
     for name, expected in tensors.items():
-        raw = found[name]
+        raw = stored[name]
         bits = PACKED_BITS.get(expected.dtype)
         code = CODES[expected.dtype.name]
         if bits is None:

@@ -24,10 +24,10 @@ def tensor_files(folder: Path) -> dict[str, bytes]:
 
 def opened(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of an item, as `safetensors` alone reads them."""
-    found: dict[str, np.ndarray] = {}
+    stored: dict[str, np.ndarray] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
-        found |= safetensors.numpy.load_file(file)
-    return found
+        stored |= safetensors.numpy.load_file(file)
+    return stored
 
 
 class Gate:

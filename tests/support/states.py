@@ -18,20 +18,20 @@ from meshes import place
 Point = collections.namedtuple("Point", ["x", "y"])
 
 
-def same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert type(one) is type(other)
+def same(tree, expected):
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for leaf, other in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        assert type(leaf) is type(other)
         if isinstance(other, jax.Array):
-            assert one.sharding.is_equivalent_to(other.sharding, other.ndim)
-            assert one.dtype == other.dtype
+            assert leaf.sharding.is_equivalent_to(other.sharding, other.ndim)
+            assert leaf.dtype == other.dtype
             if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
-                assert jax.random.key_impl(one) == jax.random.key_impl(other)
-                one, other = jax.random.key_data(one), jax.random.key_data(other)
+                assert jax.random.key_impl(leaf) == jax.random.key_impl(other)
+                leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
         if isinstance(other, jax.Array | np.ndarray | np.generic):
-            assert_same_bits(np.asarray(one), np.asarray(other))
+            assert_same_bits(np.asarray(leaf), np.asarray(other))
         else:
-            assert one == other
+            assert leaf == other
 
 
 def everything():
