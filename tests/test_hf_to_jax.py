@@ -7,14 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import llama_jax
 import numpy as np
 import pytest
-from programs import program_path
+from programs import REPOSITORY, program_path
 
-REPOSITORY = Path(__file__).parent.parent
 EXAMPLE = REPOSITORY / "examples" / "hf_to_jax.py"
 
 

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import safetensors
 from checkpoints import llama_like, random_tensor, save
-from programs import program_path
+from programs import REPOSITORY, program_path
 
 from orbax_safetensors_layout.format.dtypes import DTYPES
 
-REPOSITORY = Path(__file__).parent.parent
 EXAMPLE = REPOSITORY / "examples" / "quickstart.py"
 ROUTES = ("v0  ocp.Checkpointer", "v1  ocp.load", "v0  ocp.CheckpointManager")
 

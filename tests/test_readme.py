@@ -8,14 +8,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from checkpoints import llama_like, save
+from programs import REPOSITORY
 
 import orbax_safetensors_layout as osl
 
-REPOSITORY = Path(__file__).parent.parent
 README = REPOSITORY / "README.md"
 PAGES = (README, *sorted((REPOSITORY / "docs").glob("*.md")))
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}

@@ -6,11 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "train_and_resume.py"
 
 

@@ -1,12 +1,10 @@
 """The screens and the picture of the documentation are what the tool makes now."""
 
 import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-REPOSITORY = Path(__file__).parents[2]
+from programs import REPOSITORY
 
 
 @pytest.fixture(scope="module")

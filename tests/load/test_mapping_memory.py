@@ -1,11 +1,8 @@
 """Host memory of loads whose values are computed, and of a large one in a process of its own."""
 
 import json
-import os
-import subprocess
 import sys
 import tracemalloc
-from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -14,7 +11,7 @@ import pytest
 from checkpoints import save
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of
-from programs import program_path
+from programs import run_alone
 
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.runtime.memory as buffers
@@ -161,22 +158,16 @@ def test_values_are_read_into_the_same_memory_again(computed_from, kind, monkeyp
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is asked of /proc")
 @pytest.mark.parametrize("split", [[None, "x"], [None, None, "x"], [None, None, None, "x"]])
 def test_stacked_experts_take_their_arrays_and_the_budget(tmp_path, split):
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, program_path("mapping_memory.py"), str(tmp_path), json.dumps(split)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+    printed = run_alone(
+        "mapping_memory.py",
+        tmp_path,
+        json.dumps(split),
+        environment={
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
     )
-    assert done.returncode == 0, done.stderr
-    arrays, grown = json.loads(done.stdout.splitlines()[-1])
+    arrays, grown = json.loads(printed.splitlines()[-1])
     assert arrays > 2_000_000_000
     print(f"{split}: arrays of {arrays / 1e6:,.0f} MB, peak {(grown - arrays) / 1e6:,.1f} MB more")
     assert grown <= arrays + (64 << 20) + (64 << 20)

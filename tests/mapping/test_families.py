@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mapping_expressions import evaluate, index_only, same, specs_of
+from checkpoints import assert_same_bits
+from mapping_expressions import evaluate, index_only, specs_of
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -50,9 +51,9 @@ def check(mapping, source, tensors, expected):
     for name, array in expected.items():
         expression = bound.expressions[name]
         assert (name, expression.shape) == (name, array.shape)
-        same(evaluate(expression, tensors), array)
+        assert_same_bits(evaluate(expression, tensors), array)
         for box in random_boxes(array.shape, rng):
-            same(evaluate(expression, tensors, box), array[box.slices])
+            assert_same_bits(evaluate(expression, tensors, box), array[box.slices])
     # A model that wants these very leaves is served as well.
     mapping.bind(source, {name: array.shape for name, array in expected.items()})
 
@@ -63,9 +64,9 @@ def check_inverse(mapping, source, tensors, leaves):
     assert set(bound.expressions) == set(tensors)
     rng = np.random.default_rng(0)
     for name, array in tensors.items():
-        same(evaluate(bound.expressions[name], leaves), array)
+        assert_same_bits(evaluate(bound.expressions[name], leaves), array)
         for box in random_boxes(array.shape, rng, 1):
-            same(evaluate(bound.expressions[name], leaves, box), array[box.slices])
+            assert_same_bits(evaluate(bound.expressions[name], leaves, box), array[box.slices])
 
 
 @pytest.mark.parametrize(("name", "target", "scan"), CASES)
@@ -191,7 +192,7 @@ def test_vocabulary_without_its_last_rows(saved, target):
     check(mapping, folder, tensors, expected)
     back = mapping.inverse().bind(specs_of(expected)).expressions
     for name, array in fewer.items():
-        same(evaluate(back[name], expected).astype(array.dtype), array)
+        assert_same_bits(evaluate(back[name], expected).astype(array.dtype), array)
     mapping.bind(specs_of(fewer))  # what was saved loads again
     with pytest.raises(MappingError, match=r"vocab_size=0 must be in 1\.\.2,147,483,647"):
         families.llama(config, vocab_size=0)
@@ -406,15 +407,15 @@ def check_kept(config, stored, kept, decoded):
     expressions = mapping.bind(specs_of(stored)).expressions
     plain = REFERENCES["plain"](config["model_type"], config, decoded, True)
     for name, array in kept.items():
-        same(evaluate(expressions.pop(name), stored), array)
+        assert_same_bits(evaluate(expressions.pop(name), stored), array)
     for name, bound in expressions.items():
-        same(evaluate(bound, stored), plain[name])
+        assert_same_bits(evaluate(bound, stored), plain[name])
     saving = mapping.like(specs_of(stored))  # the configuration tells of layers that are not there
     back = saving.inverse().bind(mapping.leaf_facts(specs_of(stored))).expressions
     leaves = {n: evaluate(b, stored) for n, b in mapping.bind(specs_of(stored)).expressions.items()}
     assert set(back) == set(stored)
     for name, bound in back.items():
-        same(evaluate(bound, leaves), stored[name])
+        assert_same_bits(evaluate(bound, leaves), stored[name])
 
 
 @pytest.mark.parametrize("ending", ["weight", "weight_scale_inv"])

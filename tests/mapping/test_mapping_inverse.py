@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from boxes import boxes_in
+from checkpoints import assert_same_bits
 from hypothesis import given, settings, strategies as st
 from mapping_expressions import (
     ALL_OPS,
@@ -16,7 +17,6 @@ from mapping_expressions import (
     evaluate,
     index_only,
     reshape,
-    same,
     slice_,
     specs_of,
     take,
@@ -49,12 +49,14 @@ def test_the_inverse_of_a_bijection_gives_back_every_tensor(data):
     inverse = inverted(case)
     assert set(inverse) == set(case.tensors)
     for name, bound_expr in inverse.items():
-        same(evaluate(bound_expr, {"leaf": case.array}), case.tensors[name])
+        assert_same_bits(evaluate(bound_expr, {"leaf": case.array}), case.tensors[name])
         box = data.draw(boxes_in(bound_expr.shape))
         pieces = bound_expr.pull_back(box)
         assert index_only(pieces)
         assert cover([piece.box for piece in pieces], box)
-        same(evaluate(bound_expr, {"leaf": case.array}, box), case.tensors[name][box.slices])
+        assert_same_bits(
+            evaluate(bound_expr, {"leaf": case.array}, box), case.tensors[name][box.slices]
+        )
 
 
 @settings(max_examples=300, deadline=None)
@@ -69,7 +71,7 @@ def test_what_inverts_gives_back_every_tensor(data):
             raise
         return
     for name, bound_expr in inverse.items():
-        same(evaluate(bound_expr, {"leaf": case.array}), case.tensors[name])
+        assert_same_bits(evaluate(bound_expr, {"leaf": case.array}), case.tensors[name])
 
 
 def partition(draw, expr, array, depth):
@@ -108,9 +110,9 @@ def test_a_tensor_in_several_leaves(data):
         bound_exprs, {name: TensorSpec(a.shape, a.dtype) for name, a in leaves.items()}
     )
     for name, bound_expr in inverse.items():
-        same(evaluate(bound_expr, leaves), case.tensors[name])
+        assert_same_bits(evaluate(bound_expr, leaves), case.tensors[name])
         box = data.draw(boxes_in(bound_expr.shape))
-        same(evaluate(bound_expr, leaves, box), case.tensors[name][box.slices])
+        assert_same_bits(evaluate(bound_expr, leaves, box), case.tensors[name][box.slices])
 
 
 def check_both_ways(rules, tensors, *, infer=True, loaded=None):
@@ -126,7 +128,7 @@ def check_both_ways(rules, tensors, *, infer=True, loaded=None):
         back = mapping.inverse().bind(specs_of(leaves), known)
         assert set(back.expressions) == set(tensors)
         for name, expression in back.expressions.items():
-            same(evaluate(expression, leaves), tensors[name])
+            assert_same_bits(evaluate(expression, leaves), tensors[name])
     return mapping.inverse().bind(specs_of(leaves), specs_of(tensors))
 
 
@@ -288,7 +290,7 @@ def test_values_are_only_undone_exactly():
     (expression,) = integers.bind(
         {"x": ((2,), np.int8)}, {"f": ((2,), np.int8)}
     ).expressions.values()
-    same(evaluate(expression, {"x": np.int8([5, -125])}), np.int8([2, -128]))
+    assert_same_bits(evaluate(expression, {"x": np.int8([5, -125])}), np.int8([2, -128]))
     with pytest.raises(DtypeMismatchError, match=r"1 values do not fit the add\(-3\)"):
         evaluate(expression, {"x": np.int8([5, -128])})
 

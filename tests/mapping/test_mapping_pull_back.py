@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from boxes import boxes_in
+from checkpoints import assert_same_bits
 from hypothesis import given, settings, strategies as st
-from mapping_expressions import ALL_OPS, cases, evaluate, index_only, reader, same, specs_of
+from mapping_expressions import ALL_OPS, cases, evaluate, index_only, reader, specs_of
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 from orbax_safetensors_layout.geometry.affine import AffineView
@@ -63,9 +64,9 @@ def test_pieces_are_what_numpy_makes_of_the_full_tensors(data):
         piece.view.shape == piece.box.shape for piece in pieces if isinstance(piece, AffinePiece)
     )
     expected = case.array[box.slices]
-    same(evaluate(bound_expr, case.tensors, box), expected)
+    assert_same_bits(evaluate(bound_expr, case.tensors, box), expected)
     assert cover([piece.box for piece in bound_expr.pull_back(box, refined=True)], box)
-    same(evaluate(bound_expr, case.tensors, box, refined=True), expected)
+    assert_same_bits(evaluate(bound_expr, case.tensors, box, refined=True), expected)
     assert index_only(pieces) or not index_only(whole(bound_expr))
 
 
@@ -131,7 +132,7 @@ def test_fused_gate_up(refined):
     bound_expr = bound(gate, x=x.shape)
     (piece,) = whole(bound_expr, refined=refined)
     assert piece.view == AffineView(0, (4, 5, 6), (60, 2, 10))
-    same(evaluate(bound_expr, {"x": x}), x[..., ::2].transpose(0, 2, 1))
+    assert_same_bits(evaluate(bound_expr, {"x": x}), x[..., ::2].transpose(0, 2, 1))
 
 
 def test_concatenations_below_a_reshape():
@@ -139,7 +140,7 @@ def test_concatenations_below_a_reshape():
     x, y = random_tensor(5), random_tensor(7)
     bound_expr = bound(concat([tensor("x"), tensor("y")], 0).reshape(3, 4), x=(5,), y=(7,))
     array = np.concatenate([x, y]).reshape(3, 4)
-    same(evaluate(bound_expr, {"x": x, "y": y}), array)
+    assert_same_bits(evaluate(bound_expr, {"x": x, "y": y}), array)
     assert [(p.source, p.box.start, p.box.stop) for p in whole(bound_expr)] == [
         ("x", (0, 0), (1, 4)),
         ("x", (1, 0), (2, 1)),
@@ -161,7 +162,7 @@ def test_stacks_of_layers_and_experts():
     )
     assert bound_expr.shape == (5, 3, 3, 4)
     box = Box((1, 1, 0, 2), (3, 3, 2, 4))
-    same(evaluate(bound_expr, tensors, box), array[box.slices])
+    assert_same_bits(evaluate(bound_expr, tensors, box), array[box.slices])
     pieces = bound_expr.pull_back(box)
     assert [p.source for p in pieces] == [
         f"layers.{i}.experts.{e}.w" for i in (1, 2) for e in (1, 2)
@@ -201,7 +202,7 @@ def test_values_step_by_step():
     once = (x.astype(np.float32) * np.float32(0.1234)).astype(BF16)
     expected = once.T + np.asarray(1, BF16)
     box = Box((2, 3), (7, 50))
-    same(evaluate(bound_expr, {"x": x}, box), expected[box.slices])
+    assert_same_bits(evaluate(bound_expr, {"x": x}, box), expected[box.slices])
     (piece,) = bound_expr.pull_back(box)
     assert piece.ops == (Cast(F32), Scale(0.1234), Cast(BF16), Add(1))
     assert not index_only([piece])
@@ -211,7 +212,9 @@ def test_embedding_times_the_root_of_its_width_rounds_in_its_own_dtype():
     """Gemma: the normaliser itself is rounded to bfloat16."""
     x = random_tensor(16, 8, dtype=BF16)
     bound_expr = bound(tensor("x").scale(3072**0.5), x=x.shape, dtype=BF16)
-    same(evaluate(bound_expr, {"x": x}), x * np.asarray(55.5, BF16))  # 55.4256 rounds to 55.5
+    assert_same_bits(
+        evaluate(bound_expr, {"x": x}), x * np.asarray(55.5, BF16)
+    )  # 55.4256 rounds to 55.5
 
 
 def test_a_cast_to_the_same_dtype_is_none():
@@ -223,7 +226,7 @@ def test_pads_and_fills_take_later_operations_and_not_earlier_ones():
     expr = concat([tensor("x").scale(2).pad(0, 1, 0, 5).scale(3), fill((1, 2), 7, "float32")], 0)
     bound_expr = bound(expr.cast("float16"), x=x.shape)
     array = np.concatenate([np.full((1, 2), 15), x * 2 * 3, np.full((1, 2), 7)])
-    same(evaluate(bound_expr, {"x": x}), array.astype(np.float16))
+    assert_same_bits(evaluate(bound_expr, {"x": x}), array.astype(np.float16))
     first, *_, last = whole(bound_expr)
     assert isinstance(first, FillPiece)
     assert (first.value, first.value.dtype) == (15, np.float16)
@@ -233,7 +236,7 @@ def test_pads_and_fills_take_later_operations_and_not_earlier_ones():
 def test_scalars_and_empty_tensors():
     bound_expr = bound(tensor("x").reshape(1, 1).transpose().reshape(), x=())
     assert whole(bound_expr) == (AffinePiece(Box((), ()), "x", AffineView(0, (), ()), ()),)
-    same(evaluate(bound_expr, {"x": np.float32(3)}), np.float32([3]).reshape(()))
+    assert_same_bits(evaluate(bound_expr, {"x": np.float32(3)}), np.float32([3]).reshape(()))
     empty = bound(concat([tensor("x"), tensor("y")], 0), x=(0, 3), y=(2, 3))
     assert [piece.source for piece in whole(empty)] == ["y"]
     assert whole(bound(tensor("x").reshape(3, -1), x=(0, 3))) == ()
@@ -254,8 +257,10 @@ def test_opaque_reads_everything_and_gives_the_shard():
     bound_expr = bound(expr, x=x.shape, y=y.shape)
     expected = (x @ np.diag(y * 2)).T.reshape(16).astype(np.float64)
     for box in (Box((2,), (7,)), Box((0,), (16,))):
-        same(evaluate(bound_expr, {"x": x, "y": y}, box), expected[box.slices])
-        same(evaluate(bound_expr, {"x": x, "y": y}, box, refined=True), expected[box.slices])
+        assert_same_bits(evaluate(bound_expr, {"x": x, "y": y}, box), expected[box.slices])
+        assert_same_bits(
+            evaluate(bound_expr, {"x": x, "y": y}, box, refined=True), expected[box.slices]
+        )
     pieces = bound_expr.pull_back(Box((1,), (3,)))
     assert all(isinstance(piece, ComputedPiece) for piece in pieces)
     assert sorted(p.view.shape for p in affine_pieces(pieces[:1])) == [(4,), (4, 4)]
@@ -271,14 +276,18 @@ def test_opaque_that_gives_something_else_is_refused():
 
 def test_casts_to_integers_have_to_hold_every_value():
     bound_expr = bound(tensor("x").cast("int8"), x=(3,))
-    same(evaluate(bound_expr, {"x": np.float32([1, -3, 127])}), np.int8([1, -3, 127]))
+    assert_same_bits(evaluate(bound_expr, {"x": np.float32([1, -3, 127])}), np.int8([1, -3, 127]))
     for lost in (0.5, 128, np.nan, np.inf):
         with pytest.raises(DtypeMismatchError, match="1 values do not fit"):
             evaluate(bound_expr, {"x": np.float32([1, lost, 2])})
     from_int4 = bound(tensor("x").cast("int16"), x=(2,), dtype=np.dtype(ml_dtypes.int4))
-    same(evaluate(from_int4, {"x": np.array([-8, 7], ml_dtypes.int4)}), np.int16([-8, 7]))
+    assert_same_bits(
+        evaluate(from_int4, {"x": np.array([-8, 7], ml_dtypes.int4)}), np.int16([-8, 7])
+    )
     integers = bound(tensor("x").cast("int4"), x=(2,), dtype=np.dtype(np.int32))
-    same(evaluate(integers, {"x": np.int32([-8, 7])}), np.array([-8, 7], ml_dtypes.int4))
+    assert_same_bits(
+        evaluate(integers, {"x": np.int32([-8, 7])}), np.array([-8, 7], ml_dtypes.int4)
+    )
     with pytest.raises(DtypeMismatchError):
         evaluate(integers, {"x": np.int32([-8, 8])})
 
@@ -288,7 +297,7 @@ def test_long_chains_of_operations_work_in_chunks():
     for shape in ((3_000_001,), (1, 2_500_000), (3, 1_500_000)):
         values = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
         out = np.empty(shape, BF16)
-        same(apply_ops(values, ops, out), apply_ops(values, ops))
+        assert_same_bits(apply_ops(values, ops, out), apply_ops(values, ops))
 
 
 def test_assembling_into_a_given_array():
@@ -297,7 +306,7 @@ def test_assembling_into_a_given_array():
     box = Box((1, 0), (3, 4))
     out = np.zeros((4, 4), np.float32)
     assemble_box(bound_expr.pull_back(box), box, F32, reader({"x": x}), out=out[1:3])
-    same(out[1:3], x.T[1:3])
+    assert_same_bits(out[1:3], x.T[1:3])
     assert not out[0].any()
 
 

@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from boxes import boxes_in
+from checkpoints import assert_same_bits
 from hypothesis import given, settings, strategies as st
-from mapping_expressions import evaluate, index_only, same, specs_of
+from mapping_expressions import evaluate, index_only, specs_of
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
@@ -61,8 +62,8 @@ def test_block_scales(data):
     bound_expr = expr.bind({}, specs_of(tensors))
     assert (bound_expr.shape, bound_expr.dtype) == (expected.shape, BF16)
     box = data.draw(boxes_in(bound_expr.shape))
-    same(evaluate(bound_expr, tensors, box), expected[box.slices])
-    same(evaluate(bound_expr, tensors, box, refined=True), expected[box.slices])
+    assert_same_bits(evaluate(bound_expr, tensors, box), expected[box.slices])
+    assert_same_bits(evaluate(bound_expr, tensors, box, refined=True), expected[box.slices])
 
 
 def test_a_shard_reads_its_values_and_the_scales_of_its_blocks():
@@ -73,7 +74,9 @@ def test_a_shard_reads_its_values_and_the_scales_of_its_blocks():
     needed = {piece.source: piece.view.shape for piece in affine_pieces(pieces)}
     assert needed == {"w": (446, 200), "s": (4, 3)}
     expected = decoded_blocks(**tensors, block=(128, 128)).T
-    same(evaluate(bound_expr, tensors, Box((100, 130), (300, 576))), expected[100:300, 130:])
+    assert_same_bits(
+        evaluate(bound_expr, tensors, Box((100, 130), (300, 576))), expected[100:300, 130:]
+    )
 
 
 def test_stacked_experts_of_quantised_layers():
@@ -87,7 +90,7 @@ def test_stacked_experts_of_quantised_layers():
     expected = np.stack(
         [decoded_blocks(tensors[f"e.{e}.w"], tensors[f"e.{e}.s"], (4, 4)) for e in range(3)]
     )
-    same(evaluate(bound_expr, tensors, box), expected[box.slices])
+    assert_same_bits(evaluate(bound_expr, tensors, box), expected[box.slices])
     assert all(isinstance(piece, ComputedPiece) for piece in bound_expr.pull_back(box))
     sources = {piece.source for piece in affine_pieces(bound_expr.pull_back(box))}
     assert sources == {"e.1.w", "e.1.s", "e.2.w", "e.2.s"}
@@ -116,7 +119,7 @@ def test_mxfp4(data):
     tensors = mxfp4(*groups)
     bound_expr = dequantize_mxfp4(W, S).bind({}, specs_of(tensors))
     box = data.draw(boxes_in(bound_expr.shape))
-    same(evaluate(bound_expr, tensors, box), decoded_mxfp4(**tensors)[box.slices])
+    assert_same_bits(evaluate(bound_expr, tensors, box), decoded_mxfp4(**tensors)[box.slices])
 
 
 def test_the_scale_that_is_not_a_number():
@@ -134,14 +137,14 @@ def test_every_second_row_is_read_alone():
         gate = dequantize_mxfp4(W, S).slice(1, start, None, 2).transpose(0, 2, 1)
         bound_expr = gate.bind({}, specs_of(tensors))
         box = Box((1, 5, 1), (3, 60, 4))
-        same(
+        assert_same_bits(
             evaluate(bound_expr, tensors, box), expected[:, start::2].transpose(0, 2, 1)[box.slices]
         )
         read = {p.source: p.view.shape for p in affine_pieces(bound_expr.pull_back(box))}
         assert read == {"w": (2, 3, 28), "s": (2, 3, 2)}
     down = dequantize_mxfp4(W, S).slice(1, None, None, -3).slice(0, 0, None, 2)
     bound_expr = down.bind({}, specs_of(tensors))
-    same(evaluate(bound_expr, tensors), expected[::2, ::-3])
+    assert_same_bits(evaluate(bound_expr, tensors), expected[::2, ::-3])
 
 
 def int4(rows, groups, group):
@@ -164,7 +167,7 @@ def test_packed_integers(data):
     bound_expr = dequantize_int4(W, S, group).bind({}, specs_of(tensors))
     assert (bound_expr.shape, bound_expr.dtype) == (expected.shape, BF16)
     box = data.draw(boxes_in(bound_expr.shape))
-    same(evaluate(bound_expr, tensors, box), expected[box.slices])
+    assert_same_bits(evaluate(bound_expr, tensors, box), expected[box.slices])
     needed = {p.source: p.view.shape[-1] for p in affine_pieces(bound_expr.pull_back(box))}
     assert needed["w"] <= box.shape[-1] // 8 + 2
     assert needed["s"] <= (box.shape[-1] + 14) // group + 2
@@ -175,7 +178,9 @@ def test_more_rows_than_are_decoded_at_once():
     bound_expr = dequantize_block(W, S, dtype="float32").bind({}, specs_of(tensors))
     box = Box((1000, 3), (3000, 700))
     scale = np.repeat(np.repeat(tensors["s"], 128, 0), 128, 1)[:3000, :700]
-    same(evaluate(bound_expr, tensors, box), (tensors["w"].astype(F32) * scale)[box.slices])
+    assert_same_bits(
+        evaluate(bound_expr, tensors, box), (tensors["w"].astype(F32) * scale)[box.slices]
+    )
 
 
 def test_quantised_tensors_as_they_are():
@@ -189,7 +194,7 @@ def test_quantised_tensors_as_they_are():
     )
     leaves = {name: evaluate(expr, tensors) for name, expr in bound_mapping.expressions.items()}
     for name, expr in Mapping(rules).inverse().bind(specs_of(leaves)).expressions.items():
-        same(evaluate(expr, leaves), tensors[name])
+        assert_same_bits(evaluate(expr, leaves), tensors[name])
 
 
 @pytest.mark.parametrize(
@@ -269,4 +274,4 @@ def test_dtypes_that_decoders_take(expr):
 def test_eight_bit_integers_in_blocks():
     values = {"w": np.arange(-8, 8, dtype=np.int8).reshape(4, 4), "s": np.full((1, 1), 0.5, F32)}
     decoded = evaluate(BLOCKS.bind({}, specs_of(values)), values)
-    same(decoded, (values["w"] * np.float32(0.5)).astype(BF16))
+    assert_same_bits(decoded, (values["w"] * np.float32(0.5)).astype(BF16))

@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from checkpoints import save
-from mapping_expressions import evaluate, same, specs_of
+from checkpoints import assert_same_bits, save
+from mapping_expressions import evaluate, specs_of
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
@@ -70,11 +70,11 @@ def test_bound_leaves(leaves):
     tensors = llama()
     bound = Mapping(RULES).bind(specs_of(tensors), leaves)
     assert set(bound.expressions) == set(SHAPES)
-    same(
+    assert_same_bits(
         evaluate(bound.expressions["layers.down"], tensors),
         np.stack([tensors[f"model.layers.{i}.down.weight"].T for i in range(LAYERS)], 1),
     )
-    same(
+    assert_same_bits(
         evaluate(bound.expressions["blocks.3.up"], tensors),
         tensors["model.layers.3.up.weight"],
     )

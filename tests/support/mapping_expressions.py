@@ -51,14 +51,6 @@ def index_only(pieces) -> bool:
     return all(isinstance(piece, AffinePiece) and not piece.ops for piece in pieces)
 
 
-def same(array: np.ndarray, expected: np.ndarray) -> None:
-    assert array.dtype == expected.dtype
-    assert array.shape == expected.shape
-    np.testing.assert_array_equal(
-        np.ascontiguousarray(array).view(np.uint8), np.ascontiguousarray(expected).view(np.uint8)
-    )
-
-
 def _fresh(draw, name, shape=None):
     """A tensor whose elements are all different, from one test case to the next as well."""
     if shape is None:

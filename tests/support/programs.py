@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 _SUPPORT = Path(__file__).parent
+REPOSITORY = _SUPPORT.parents[1]
 _PROGRAMS = _SUPPORT.with_name("programs")
 
 
@@ -27,7 +28,7 @@ def _environment(devices: int) -> dict[str, str]:
     """Return that of a child with virtual devices, which finds the modules of `tests/support`."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(_SUPPORT), str(_SUPPORT.parents[1])]),
+        "PYTHONPATH": os.pathsep.join([str(_SUPPORT), str(REPOSITORY)]),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
