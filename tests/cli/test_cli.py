@@ -4,8 +4,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits
 from command_line import run
-from programs import program_path
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout import cli
@@ -111,13 +108,7 @@ def test_an_interrupt_leaves_a_clean_state_and_says_how_to_continue(tmp_path):
     osl.save(tmp_path / "pieces", tree, options=osl.WriteOptions(layout="sharded"))
     before = {file.name: file.read_bytes() for file in (tmp_path / "pieces").iterdir()}
     command = ["consolidate", str(tmp_path / "pieces"), str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, program_path("cli_interrupted.py"), *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run(*command, program="cli_interrupted.py")
     assert done.returncode == 130
     assert not done.stdout
     assert done.stderr.splitlines()[-1] == (
@@ -142,15 +133,7 @@ def test_an_interrupt_amid_an_import(tmp_path, swallow):
         "def tree(): return {}\n"
     )
     arguments = ["plan", "some", "--mesh", "a=2", "--abstract", "slow:tree"]
-    done = subprocess.run(
-        [sys.executable, "-m", "orbax_safetensors_layout", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(osl.__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "orbax-safetensors: interrupted. Nothing was changed; run it again.\n"
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
 from checkpoints import llama_like, random_tensor, save
 from command_line import run
 from orbax_calls import restore_standard
-from programs import program_path
 
 import orbax_safetensors_layout as osl
 
@@ -86,15 +82,7 @@ def test_interrupted_and_continued(tmp_path):
     weights = {f"w{n}": random_tensor((64, 64), np.float32, n) for n in range(8)}
     save(tmp_path / "hf", weights)
     arguments = ["convert", "hf", "to", "--memory-budget-bytes", "256KiB"]
-    done = subprocess.run(
-        [sys.executable, program_path("cli_convert_interrupted.py"), *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(osl.__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run(*arguments, program="cli_convert_interrupted.py", cwd=tmp_path)
     assert done.returncode == 130, done.stderr
     (left,) = (path for path in tmp_path.iterdir() if path.name.startswith("."))
     assert f"What is written stays in {left}; the same command continues there" in done.stderr

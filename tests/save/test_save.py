@@ -328,18 +328,6 @@ def test_a_packed_dtype_of_the_file_rounds_as_numpy_or_is_refused(tmp_path, size
         {"timeout_seconds": math.inf},
         {"metadata": {"step": 1}},
         {"metadata": {1: "step"}},
-    ],
-    ids=str,
-)
-def test_options_that_make_no_sense(options):
-    (name,) = options
-    with pytest.raises(ValueError, match=f"WriteOptions.{name}"):
-        osl.WriteOptions(**options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
         {"max_file_bytes": None},
         {"replicate_below_bytes": True},
         {"replicate_below_bytes": 1.5},
@@ -359,7 +347,7 @@ def test_options_that_make_no_sense(options):
     ],
     ids=ascii,
 )
-def test_options_that_make_no_sense_and_are_taken(options):
+def test_options_that_make_no_sense(options):
     (name,) = options
     with pytest.raises(ValueError, match=f"WriteOptions.{name}"):
         osl.WriteOptions(**options)

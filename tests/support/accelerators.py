@@ -19,6 +19,8 @@ class Accelerator:
 
     def buffer_slices(self, group, opened, staging):
         slices = tile_buffers.buffer_slices(group, opened, staging)
-        memories = {id(destination.buffer.memory): destination.buffer.memory for destination in slices}
+        memories = {
+            id(destination.buffer.memory): destination.buffer.memory for destination in slices
+        }
         self.sizes.append(sum(memory.size for memory in memories.values()))
         return slices
