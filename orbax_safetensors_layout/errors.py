@@ -276,23 +276,24 @@ class Sent:
             self._requests.add(request)
 
     def redact(self, text: str) -> str:
-        """Return a text without what `redact` removes, nor the words that reveal a secret.
+        """Return a text without what `redact` removes, nor the words that reveal a secret."""
+        return redact(self.redact_sent(text[:_MOST_REDACTED]))
 
-        All between the first and the last one is removed with them.
-        """
-        decoded = _decoded(text[:_MOST_REDACTED])
+    def redact_sent(self, text: str) -> str:
+        """Return a text without the words that reveal a secret, and all between two of them."""
+        decoded = _decoded(text)
         places = [place for place, sign in enumerate(decoded) if sign.isalnum()]
         letters = _letters(decoded)
         with self._lock:
             secrets = [*self._secrets]
         shared = {run for secret in secrets for run in _runs(secret) if run in letters}
         if not shared:
-            return redact(text[:_MOST_REDACTED])
+            return text
         first = places[min(map(letters.find, shared))]
         last = places[max(letters.rfind(run) + len(run) for run in shared) - 1]
         before = re.sub(r"[^\s<>\"]*$", "", decoded[:first])
         after = re.sub(r"^[^\s<>\"]*", "", decoded[last:])
-        return redact(f"{before}***{after}")
+        return f"{before}***{after}"
 
 
 def _decoded(text: str) -> str:

@@ -51,7 +51,7 @@ from .pieces import (
     piece_file_prefix,
     piece_name,
 )
-from .schema import short_repr
+from .schema import Schema, short_repr
 from .tree import (
     MAX_DEPTH,
     Container,

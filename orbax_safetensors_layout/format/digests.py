@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import strict_json
+from .index import check_file_name
 from .schema import Schema, short_repr
 
 DIGESTS = "orbax_safetensors_layout.digests.json"
@@ -124,7 +125,8 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
     if version != (_VERSION, _ALGORITHM):
         checks.refuse("digests of another version", (_VERSION, _ALGORITHM), short_repr(version))
     checks.members(document.get("files"), "files")
-    for digest in digests.values():
+    for name, digest in digests.items():
+        check_file_name(name, checks, end="")
         if not _HEX.fullmatch(digest):
             checks.refuse("malformed digest", "8 hexadecimal digits", short_repr(digest))
     return {name: int(digest, 16) for name, digest in digests.items()}

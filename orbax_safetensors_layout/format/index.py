@@ -63,12 +63,13 @@ def _file_name(tensor: str, name: object, names: dict[str, str], checks: Schema)
         found = repr(strict_json.plain(name))[:80]
         checks.refuse("malformed weight_map", "a file name", found, tensor)
     if name not in names:
-        strict_json.refuse_lone_surrogate(name)
         check_file_name(name, checks, tensor)
     return names.setdefault(name, name)
 
 
-def check_file_name(name: str, checks: Schema, tensor: str | None = None) -> None:
+def check_file_name(
+    name: str, checks: Schema, tensor: str | None = None, end: str = SUFFIX
+) -> None:
     """Refuses a file name that leads out of its folder on any system, or of another format."""
     leaves = (
         "\\" in name
@@ -79,6 +80,6 @@ def check_file_name(name: str, checks: Schema, tensor: str | None = None) -> Non
     if leaves:
         expected = "a file name, or a relative path without '..' and '\\'"
         checks.refuse("a file name leads outside of its folder", expected, repr(name), tensor)
-    if not name.endswith(SUFFIX):
-        expected = f"a name that ends in {SUFFIX}"
+    if not name.endswith(end):
+        expected = f"a name that ends in {end}"
         checks.refuse("a file name is of another format", expected, repr(name), tensor)

@@ -9,14 +9,21 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, constants, errors, hf_hub_url
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError, redact_urls
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    Sent,
+    StorageError,
+    redact_urls,
+)
+from orbax_safetensors_layout.format import Schema
 from orbax_safetensors_layout.options import RetryPolicy
 
 from .http import Origin
@@ -24,7 +31,7 @@ from .remote import AccessDenied, Place, RemoteStorage
 from .retry import Failure, is_transient_status, retry_after_seconds, within
 
 _PATH = re.compile(
-    r"(?P<root>hf://((?P<type>model|dataset|space)s/)?(?P<repo>[^/@]+/[^/@]+|[^/@]+(?=@|/?$))"
+    r"(?P<root>hf://((?P<type>model|dataset|space)s/)?(?P<repo>[^/@:]+/[^/@:]+|[^/@:]+(?=@|/?$))"
     r"(@(?P<revision>refs/pr/\d+|refs/convert/[^/]+|[^/]+))?)(/.*)?"
 )
 _LIBRARY = "orbax-safetensors-layout"
@@ -35,8 +42,9 @@ class _Snapshot(NamedTuple):
     """A repository at one commit."""
 
     commit: str
+    shown_commit: str  # as errors may show it
     modified_seconds: float
-    files: dict[str, Any]  # by path, with `size`, and `lfs.sha256` if the hub keeps it outside git
+    files: dict[str, tuple[int, str]]  # by path: size, and SHA-256 if the hub keeps it outside git
 
 
 class HubStorage(RemoteStorage):
@@ -88,7 +96,7 @@ class HubStorage(RemoteStorage):
     def _place(self, file: str) -> Place:
         snapshot, name = self._snapshot(), self._within(file)
         if name not in snapshot.files:
-            found = f"commit {snapshot.commit} of {self._root}, without it"
+            found = f"commit {snapshot.shown_commit} of {self._root}, without it"
             raise CheckpointNotFoundError("no such file", file=file, found=found)
         if constants.HF_HUB_OFFLINE:
             raise self._offline()
@@ -99,10 +107,9 @@ class HubStorage(RemoteStorage):
             revision=snapshot.commit,
             endpoint=self._endpoint,
         )
-        entry = snapshot.files[name]
-        digest = entry.lfs.sha256 if entry.lfs else None
         headers = build_hf_headers(library_name=_LIBRARY)
-        return Place(url, headers, self._hint, entry.size or 0, digest)
+        size, digest = snapshot.files[name]
+        return Place(url, headers, self._hint, size, digest or None)
 
     def _inside(self, folder: str) -> Iterator[str]:
         prefix = f"{self._within(folder)}/".lstrip("/")
@@ -139,16 +146,14 @@ class HubStorage(RemoteStorage):
                 timeout=seconds,
                 files_metadata=True,
             )
-            files: dict[str, Any] = {
-                file.rfilename: file for file in getattr(info, "siblings", None) or ()
-            }
+            files: list[Any] = getattr(info, "siblings", None) or []
             if len(files) >= _MOST_SUMMED_UP:
                 entries = api.list_repo_tree(
                     self._repo_id, recursive=True, revision=info.sha, repo_type=self._repo_type
                 )
-                files = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+                files = [entry for entry in entries if isinstance(entry, RepoFile)]
             modified = info.last_modified.timestamp() if info.last_modified else 0.0
-            return _Snapshot(info.sha or "", modified, files)
+            return self._checked(info.sha or "", modified, files)
         except errors.HfHubHTTPError as error:
             raise self._explained(error) from None
         except errors.OfflineModeIsEnabled:
@@ -157,6 +162,18 @@ class HubStorage(RemoteStorage):
             raise StorageError("cannot open the path", file=self._root, found=error) from None
         except Exception as error:
             raise Failure(f"{type(error).__name__}: {error}") from None
+
+    def _checked(self, commit: object, modified: float, files: Sequence[Any]) -> _Snapshot:
+        """Return a listing, no name of which reveals the token; raises where it is malformed."""
+        checks, sent = Schema(self._root, FormatError), Sent()
+        sent.add("", build_hf_headers(library_name=_LIBRARY))
+        names = checks.texts([commit, *(file.rfilename for file in files)], "name")
+        digests = checks.texts([getattr(file.lfs, "sha256", "") or "" for file in files], "digest")
+        sizes = checks.sizes([file.size or 0 for file in files], "size")
+        "".join(names).encode()  # raises for lone surrogates
+        shown_commit, *paths = map(sent.redact_sent, names)
+        entries = dict(zip(paths, zip(sizes, digests, strict=True), strict=True))
+        return _Snapshot(names[0], shown_commit, modified, entries)
 
     def _explained(self, error: errors.HfHubHTTPError) -> Exception:
         status, headers = error.response.status_code, error.response.headers

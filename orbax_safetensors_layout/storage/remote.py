@@ -189,7 +189,7 @@ class RemoteFile:
             raise Failure(cause, transient=False)
         told, known = answer.headers.get("X-Linked-Etag"), target.digest
         if told is not None and known is not None and told.removeprefix("W/").strip('"') != known:
-            raise changed(self.name, f"content {known}", f"content {self._told(told)}")
+            raise changed(self.name, f"content {self._told(known)}", f"content {self._told(told)}")
         is_verified = target.is_verified or None not in (told, known)
         headers = target.headers if origin == before else {}
         return target._replace(url=url, headers=headers, is_verified=is_verified)

@@ -518,6 +518,11 @@ def test_digests_are_read_as_they_are_written():
     bad = dump_digests(digests).replace(b"00000001", b"1")
     with pytest.raises(osl.InvalidManifestError, match="malformed digest"):
         parse_digests(bad, file="x")
+    for name in ("\ud800", "a\0b", "../x", "/x", "", "a//b", "a\\b", "C:x"):
+        bad = dump_digests({"name": 1}).replace(b'"name"', json.dumps(name).encode())
+        with pytest.raises(osl.InvalidManifestError, match="leads outside of its folder"):
+            parse_digests(bad, file="x")
+    assert parse_digests(dump_digests({"a/ü.json": 1}), file="x") == {"a/ü.json": 1}
 
 
 def orbax_tree():

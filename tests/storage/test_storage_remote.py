@@ -18,6 +18,7 @@ from pathlib import Path
 
 import absl.logging
 import checkpoints
+import hub_server
 import huggingface_hub
 import jax
 import numpy as np
@@ -203,10 +204,13 @@ def test_revisions_types_folders_and_files(hub, folder, tmp_path):
     assert "Give a checkpoint below it: a b/ü." in str(failure("hf://org/model@refs/pr/7"))
 
 
-@pytest.mark.parametrize("path", ["hf://", "hf:///x", "hf://org/model@", "hf://@main"])
+@pytest.mark.parametrize(
+    "path", ["hf://", "hf:///x", "hf://org/model@", "hf://@main", "hf://me:pass@host/x"]
+)
 def test_a_path_that_names_no_repository(path):
-    with pytest.raises(osl.StorageError, match="cannot open the path"):
+    with pytest.raises(osl.StorageError, match="cannot open the path") as refused:
         HubStorage(path)
+    assert "pass" not in str(refused.value)
     assert not osl.is_safetensors_checkpoint(path)
 
 
@@ -227,6 +231,45 @@ def test_a_repository_of_more_files_than_its_summary_has(hub, folder, monkeypatc
     monkeypatch.setattr(hub_storage, "_MOST_SUMMED_UP", 2)
     assert_same(osl.load("hf://org/model"), TENSORS)
     assert any("/tree/" in request.path for request, _ in hub.hub.log)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("rfilename", [None, 5, True, "\ud800", [], {"a": 1}]),
+        ("size", [-1, 1.5, "x", True, 10**30, [1]]),
+        ("lfs", [{"size": 1, "pointerSize": 1, "sha256": 5}, 5, [1]]),
+        ("sha", [True, 5, "\ud800", ["x"]]),
+        ("siblings", [5, {"a": 1}, [None]]),
+        ("lastModified", [5, "x", "0001-99-99T00:00:00.000Z"]),
+    ],
+)
+def test_a_malformed_listing_is_one_storage_error(hub, folder, monkeypatch, field, values):
+    hub.add("org/model", folder)
+    info = hub_server._info
+    for value in values:
+
+        def answer(*args, value=value):
+            listing = info(*args)
+            if field in listing:
+                return listing | {field: value}
+            return listing | {"siblings": [listing["siblings"][0] | {field: value}]}
+
+        monkeypatch.setattr(hub_server, "_info", answer)
+        error = failure("hf://org/model")
+        assert type(error) is osl.StorageError, (value, error)
+        assert "listing the repository failed" in str(error)
+
+
+def test_a_listing_that_repeats_the_token(hub, folder, monkeypatch):
+    hub.add("org/model", folder)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    info = hub_server._info
+    for name in (TOKEN, f"{TOKEN}.safetensors", f"model-{TOKEN[-12:].upper()}.safetensors"):
+        told = {"siblings": [{"rfilename": name, "size": 9}], "sha": TOKEN}
+        monkeypatch.setattr(hub_server, "_info", lambda *args, told=told: info(*args) | told)
+        for path in ("hf://org/model", "hf://org/model/x.safetensors"):
+            failure(path)  # which holds it against the token
 
 
 def test_signatures_that_expire_are_fetched_again(hub, folder):
