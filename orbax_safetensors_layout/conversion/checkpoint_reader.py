@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from orbax_safetensors_layout.format import (
     TensorKind,
     TensorLeaf,
     ValueLeaf,
+    leaves,
 )
 from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
@@ -59,9 +60,7 @@ class SourceArray:
 def rerooted(tree: Any, subtree: str | None) -> Any:
     """Return a source's tree, or the part of this dotted name; arrays are named after it."""
     for key in subtree.split(".") if subtree else ():
-        below = jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=lambda x, tree=tree: x is not tree
-        )
+        below = jax.tree_util.tree_flatten_with_path(tree, lambda x, tree=tree: x is not tree)
         named = {dotted_name(path): child for path, child in below[0] if path}
         if key not in named:
             raise MissingTensorError(
@@ -201,10 +200,8 @@ class SafetensorsReader:
         is_flat: bool = False,
     ) -> None:
         self._catalog = Catalog.open(path, retries=options.retries)
-        storage = self._catalog.storage
-        self.verifying = (
-            VerifyingReader.open(storage, self._catalog.path) if options.verify else None
-        )
+        self.path, storage = self._catalog.path, self._catalog.storage
+        self.verifying = VerifyingReader.open(storage, self.path) if options.verify else None
         self._storage: RangeReader = self.verifying or storage
         self._reader = ArrayReader(
             storage=self._storage,
@@ -212,7 +209,6 @@ class SafetensorsReader:
             memory_budget_bytes=options.memory_budget_bytes,
             check_values=options.verify,
         )
-        self.path = self._catalog.path
         self._sources = array_sources(self._catalog, mapping)
         manifest = None if mapping is not None else self._catalog.manifest()
         self.kind: str = self._catalog.layout
@@ -224,9 +220,17 @@ class SafetensorsReader:
     def _tree(self, manifest: Manifest | None, is_flat: bool) -> Any:
         saved = None if manifest is None else manifest.tree
         if saved is not None and not is_flat:
-            return decode_treedef(
+            names = [leaf.tensor for leaf in leaves(saved) if isinstance(leaf, TensorLeaf)]
+            self._catalog.entries(names)  # refuses what is not there
+            tree = decode_treedef(
                 saved, lambda leaf: leaf.value if isinstance(leaf, ValueLeaf) else self._array(leaf)
             )
+            try:
+                jax.tree.structure(tree)
+            except ValueError as error:
+                problem = "the recorded tree is not one that JAX can have"
+                raise SafetensorsLayoutError(problem, file=self.path, found=error) from error
+            return tree
         values = {} if manifest is None else manifest.values()
         return values | {name: self._array(TensorLeaf(name, "numpy")) for name in self._sources}
 
@@ -243,24 +247,19 @@ class SafetensorsReader:
         return hashlib.sha256("".join(map(repr, (entries, *files))).encode()).hexdigest()
 
     def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays:
-        sources = {}
-        for array in arrays:
-            source = self._sources[array.stored]
-            assert isinstance(source, StoredSource)
-            sources[array.name] = source
-        return ReadableArrays(sources, self._storage)
+        sources = {array.name: self._sources[array.stored] for array in arrays}
+        return ReadableArrays(cast("dict[str, StoredSource]", sources), self._storage)
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
         group = 8 if array.dtype in PACKED else 1  # whole bytes, where a file packs elements
         return row_blocks(array.shape, 8 * array.dtype.itemsize, most_bytes, group)
 
     def read(self, blocks: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:
-        return self._reader.read(
-            [
-                ArrayRegion.of_box(array.name, self._sources[array.stored], box, array.dtype)
-                for array, box in blocks
-            ]
-        )
+        regions = [
+            ArrayRegion.of_box(array.name, self._sources[array.stored], box, array.dtype)
+            for array, box in blocks
+        ]
+        return self._reader.read(regions)
 
     def chunk(self, array: SourceArray) -> None:
         return None

@@ -18,6 +18,7 @@ _DIFFERENCES = {
     "source": "of another checkpoint, or of one that has changed since",
     "arguments": "with other arguments",
     "groups": "in other parts",
+    "block_bytes": "in other parts",
 }
 
 
@@ -51,36 +52,21 @@ class Journal:
     @staticmethod
     def block_bytes(folder: str) -> int | None:
         """Return what the conversion reads at once whose journal is there; None without one."""
-        for head in (line for file in _files(folder) for line in _lines(file)[:1]):
-            block_bytes = json.loads(head).get("block_bytes")
-            if isinstance(block_bytes, int):
-                return block_bytes
-        return None
+        return next((head.get("block_bytes") for head, _ in _recorded(folder)), None)
 
     def read(self) -> dict[int, WrittenGroup]:
         """Return the groups that are written, by their numbers."""
         done: dict[int, WrittenGroup] = {}
-        for file in _files(self._folder):
-            try:
-                head, *groups = map(json.loads, _lines(file) or [self.digest])
-                versions = {key: head.get(key) for key in self._head}
-                if versions == self._head:
-                    done |= {number: _parsed(*group) for number, *group in groups}
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise SafetensorsLayoutError(
-                    "a line of the conversion's journal is damaged",
-                    file=file,
-                    found=short_repr(repr(error)),
-                    hint="Pass restart=True (--restart) to begin the conversion again.",
-                ) from error
+        for head, groups in _recorded(self._folder):
             for key, difference in _DIFFERENCES.items():
-                if versions[key] != self._head[key]:
+                if head.get(key) != self._head[key]:
                     raise SafetensorsLayoutError(
                         f"an unfinished conversion {difference} is beside the target",
                         file=self._folder,
                         hint="Repeat the call that was interrupted to continue it, or pass"
                         " restart=True (--restart) to drop it.",
                     )
+            done |= groups
         return done
 
     def open(self, process: int) -> None:
@@ -108,18 +94,29 @@ class Journal:
         os.close(self._fd)
 
 
+def _recorded(folder: str) -> Iterator[tuple[dict[str, Any], dict[int, WrittenGroup]]]:
+    """Yields what is converted, and the groups that are written, of each file with a line."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else ()
+    for name in (n for n in names if n.startswith(_PREFIX) and n.endswith(_SUFFIX)):
+        file = os.path.join(folder, name)
+        try:
+            with storage_errors("cannot read the journal", file), open(file, encoding="utf-8") as f:
+                # What a crash cut off is not a line.
+                lines = [json.loads(line) for line in f.read().split("\n")[:-1] if line]
+            for head, *groups in [lines] if lines else ():
+                is_known = head["version"] == _VERSION
+                if is_known and not (type(head["block_bytes"]) is int and head["block_bytes"] > 0):
+                    raise ValueError(f"block_bytes is {head['block_bytes']!r}")
+                yield head, {n: _parsed(*group) for n, *group in groups if is_known}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise SafetensorsLayoutError(
+                "a line of the conversion's journal is damaged",
+                file=file,
+                found=short_repr(repr(error)),
+                hint="Pass restart=True (--restart) to begin the conversion again.",
+            ) from error
+
+
 def _parsed(digests: list[str], *ranges: list[list[Any]]) -> WrittenGroup:
     read, written = ([(f, s, n, c) for f, s, n, c in part] for part in ranges)
     return WrittenGroup(digests, read, written)
-
-
-def _files(folder: str) -> Iterator[str]:
-    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
-        if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-            yield os.path.join(folder, name)
-
-
-def _lines(file: str) -> list[str]:
-    with storage_errors("cannot read the journal", file), open(file, encoding="utf-8") as f:
-        # What a crash cut off is not a line.
-        return [line for line in f.read().split("\n")[:-1] if line]

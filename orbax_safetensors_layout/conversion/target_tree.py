@@ -17,7 +17,7 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec
-from orbax_safetensors_layout.pytree import nested_dicts
+from orbax_safetensors_layout.pytree import nested_dicts, prng
 from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
 
 from .checkpoint_reader import SourceArray, arrays_of, values_of
@@ -32,6 +32,8 @@ def plain_tree(tree: Any) -> Any:
     def plain(leaf: Any) -> Any:
         if not isinstance(leaf, SourceArray):
             return leaf
+        if leaf.key_impl is not None:
+            prng.keys_of(leaf.shape, leaf.dtype, leaf.key_impl, file=None, tensor=leaf.name)
         return TargetArray(leaf.name, leaf.shape, leaf.dtype, leaf.kind, leaf.name, leaf.key_impl)
 
     return jax.tree.map(plain, tree)
@@ -127,8 +129,7 @@ def stand_ins(tree: Any, topology: Topology | None) -> Any:
         sharding = None if topology is None else topology.sharding(leaf)
         impl = leaf.key_impl
         if impl is not None:
-            data = _struct(leaf.shape, leaf.dtype)
-            keys = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), data)
+            keys = prng.keys_of(leaf.shape, leaf.dtype, impl, file=None, tensor=leaf.name)
             return _struct(keys.shape, keys.dtype, sharding=sharding)
         if sharding is not None or leaf.kind == "jax":
             return _struct(leaf.shape, leaf.dtype, sharding=sharding)

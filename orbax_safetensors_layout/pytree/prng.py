@@ -49,7 +49,7 @@ def keys_of(shape: tuple[int, ...], dtype: Any, name: str, *, file: str | None, 
         return jax.eval_shape(wrap, struct(shape, dtype))
     except (TypeError, ValueError) as error:
         raise InvalidManifestError(
-            "the manifest records the tensor as PRNG key data, which it cannot be",
+            "the checkpoint records the tensor as PRNG key data, which it cannot be",
             file=file,
             tensor=tensor,
             expected=f"data of keys of an implementation {name!r} that JAX has",

@@ -554,6 +554,30 @@ NAMES = ["", "a", "a/b", "c/0", "ü/コ", " ", "x" * 300, "..", "../../evil", "a
          "a\nb", "zarr.json", "manifest.ocdbt", "_METADATA", "a\\b", "a..b"]  # fmt: skip
 
 
+@pytest.mark.parametrize("form", ["hf", "sharded", "orbax"])
+def test_a_manifest_that_does_not_fit_is_refused(tmp_path, form):
+    source = tmp_path / "source"
+    osl.save(source, {"a": np.ones(3), "b": np.ones(2), "k": jax.random.key(0)})
+    file = source / "orbax_safetensors_layout.json"
+    manifest = json.loads(file.read_text())
+    tree = {key: number for number, key in enumerate(["", "a", "b", "k"])}
+
+    def refused(name, node, *, match, tensor):
+        nodes = [*manifest["tree"]]
+        nodes[tree[name]] = node
+        file.write_text(json.dumps(manifest | {"tree": nodes}))
+        with pytest.raises(osl.SafetensorsLayoutError, match=match) as caught:
+            osl.convert(source, tmp_path / "target", format=form)
+        assert caught.value.tensor == tensor
+        assert not (tmp_path / "target").exists()
+
+    refused("b", {"tensor": "c"}, match="Tensor 'c' not found", tensor="c")
+    keys = manifest["tree"][tree["k"]]
+    refused("k", keys | {"key_impl": "none"}, match="PRNG key data", tensor="k")
+    refused("k", keys | {"key_impl": "rbg"}, match="PRNG key data", tensor="k")  # of four numbers
+    refused("", {"dict": [0, "b", "k"]}, match="not one that JAX can have", tensor=None)
+
+
 def test_names_of_every_kind(tmp_path):
     weights = {name: np.arange(6.0) + n for n, name in enumerate(NAMES)}
     save(tmp_path / "hf", weights)

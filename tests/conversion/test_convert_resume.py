@@ -211,7 +211,12 @@ def test_a_line_that_a_crash_cut_off_is_no_line(fork_server, tmp_path):
     np.testing.assert_array_equal(osl.load(tmp_path / "target")["big"], WEIGHTS["big"])
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "1", '{"group": 1}', "null", '"text"'])
+DEEP, LONG = "[" * 100_000, '{"version": 1' + "0" * 5000 + "}"
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "1", '{"group": 1}', "null", '"text"', "\udcff", DEEP, LONG, "{}"]
+)
 def test_a_damaged_journal_is_named(tmp_path, line):
     journal = Journal(str(tmp_path), "source", "arguments", block_bytes=8, groups="groups")
     journal.open(0)
@@ -220,9 +225,33 @@ def test_a_damaged_journal_is_named(tmp_path, line):
     file = tmp_path / "journal-0.jsonl"
     head, *groups = file.read_text().splitlines()
     for lines in ([line, *groups], [head, line, *groups]):
-        file.write_text("\n".join([*lines, ""]))
-        with pytest.raises(osl.SafetensorsLayoutError, match="restart=True"):
-            journal.read()
+        file.write_text("\n".join([*lines, ""]), errors="surrogateescape")
+        for read in (journal.read, lambda: Journal.block_bytes(str(tmp_path))):
+            with pytest.raises(osl.SafetensorsLayoutError, match="restart=True"):
+                read()
+
+
+@pytest.mark.parametrize("block_bytes", [0, -1, True, None, "8", 8.0, [8]])
+def test_a_journal_that_says_no_size_of_blocks_is_damaged(tmp_path, block_bytes):
+    journal = Journal(str(tmp_path), "source", "arguments", block_bytes=8, groups="groups")
+    journal.open(0)
+    journal.close()
+    file = tmp_path / "journal-0.jsonl"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"block_bytes": block_bytes}) + "\n")
+    for read in (journal.read, lambda: Journal.block_bytes(str(tmp_path))):
+        with pytest.raises(osl.SafetensorsLayoutError, match=r"damaged.*block_bytes"):
+            read()
+
+
+def test_journals_of_two_sizes_of_blocks_are_not_mixed(tmp_path):
+    for process in (0, 1):
+        journal = Journal(
+            str(tmp_path), "source", "arguments", block_bytes=8 + process, groups="groups"
+        )
+        journal.open(process)
+        journal.close()
+    with pytest.raises(osl.SafetensorsLayoutError, match="in other parts"):
+        journal.read()
 
 
 def test_an_interrupt_leaves_what_is_done(tmp_path):
