@@ -42,6 +42,7 @@ from orbax_safetensors_layout.options import (
     ReadOptions,
     WriteOptions,
     given_or_default,
+    require,
 )
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.save import save_group
@@ -260,9 +261,13 @@ def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> 
         if spec:
             raise ValueError("Sharding rules need a mesh: give mesh={'fsdp': 16} or the like.")
         return None if processes == 1 else Topology(MeshShape({"processes": processes}, processes))
-    axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
-    rules = [ShardingRule.parse(rule) if isinstance(rule, str) else rule for rule in spec]
-    return Topology(MeshShape(axes, processes), rules or [ShardingRule(".*", None)])
+    axes: Any = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+    expected = "names and sizes of axes, as {'fsdp': 16}, or a mesh of JAX"
+    require(isinstance(axes, Mapping), "mesh", expected, mesh)
+    is_list = hasattr(spec, "__iter__") and not isinstance(spec, str)
+    require(is_list, "spec", "a list of sharding rules", spec)
+    rules = [rule if isinstance(rule, ShardingRule) else ShardingRule.parse(rule) for rule in spec]
+    return Topology(MeshShape(dict(axes), processes), rules or [ShardingRule(".*", None)])
 
 
 def _check_target(

@@ -107,6 +107,12 @@ class Progress(NamedTuple):
     tensor: str  # the one that was finished last
 
 
+def require(is_valid: object, name: str, expected: str, value: object) -> None:
+    """Refuses the value of an option or argument that is not valid."""
+    if not is_valid:
+        raise ValueError(f"{name} must be {expected}, not {value!r}.")
+
+
 class _CheckedOptions:
     """Refuses values that make no sense, by the option's name; accepts None where it is default."""
 
@@ -124,8 +130,7 @@ class _CheckedOptions:
                 _check_metadata(kind, value)
             else:
                 expected, accepts = _RULE_OF[name]
-                if not accepts(value):
-                    raise ValueError(f"{kind}.{name} must be {expected}, not {value!r}.")
+                require(accepts(value), f"{kind}.{name}", expected, value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,8 +383,7 @@ def _floating_dtype(kind: str, value: Any) -> np.dtype:
 
 
 def _check_metadata(kind: str, metadata: Any) -> None:
-    if not isinstance(metadata, Mapping):
-        raise ValueError(f"{kind}.metadata must be a dict of strings, not {metadata!r}.")
+    require(isinstance(metadata, Mapping), f"{kind}.metadata", "a dict of strings", metadata)
     for pair in metadata.items():
         if not all(type(text) is str for text in pair):
             raise ValueError(f"{kind}.metadata must be a dict of strings; it has {pair!r}.")

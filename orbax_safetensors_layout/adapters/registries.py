@@ -13,7 +13,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import ReadOptions, WriteOptions
+from orbax_safetensors_layout.options import ReadOptions, WriteOptions, require
 
 from . import _orbax
 from .folder_creation import folders_being_made
@@ -60,10 +60,8 @@ def handler_registry(
         >>> manager.restore(manager.latest_step())
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
-    if not item_names:
-        raise ValueError(
-            'handler_registry needs the items\' names; one without names is "default".'
-        )
+    are_names = item_names and all(isinstance(name, str) for name in item_names)
+    require(are_names, "item_names", 'strings ("default" for an item without a name)', item_names)
     handler = SafetensorsCheckpointHandler(mapping=mapping, read=read, write=write)
     registry = ocp_v0.handlers.DefaultCheckpointHandlerRegistry()
     for name in item_names:
@@ -106,8 +104,8 @@ def context(*item_names: str) -> ocp.Context:
         ...     ctx.checkpointables.registry.get("state")
         <class 'orbax_safetensors_layout.adapters.v1.SafetensorsHandler'>
     """
-    if not item_names:
-        raise ValueError('context needs the items\' names; the one of `ocp.load` is "state".')
+    are_names = item_names and all(isinstance(name, str) for name in item_names)
+    require(are_names, "item_names", 'strings ("state" for that of `ocp.load`)', item_names)
     known = ocp.handlers.global_registry()
     registry = ocp.handlers.local_registry(include_global_registry=False)
     for handler, name in known.get_all_entries():

@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import ReadOptions, WriteOptions
+from orbax_safetensors_layout.options import ReadOptions, WriteOptions, require
 
 from . import _orbax
 
@@ -131,14 +131,10 @@ def storage_dtypes_v1(tree: Any) -> Sequence[Any] | None:
 def _dtype(options: Any, name: str) -> Any:
     if options is None:
         return None
-    if not isinstance(options, _StorageOptions):
-        raise ValueError(
-            f"context.array.saving.{name} gives {options!r}; it must be `StorageOptions` or None."
-        )
+    place = f"context.array.saving.{name}"
+    require(isinstance(options, _StorageOptions), place, "`StorageOptions` or None", options)
     try:
         return None if options.dtype is None else np.dtype(options.dtype)
     except TypeError as error:
-        raise ValueError(
-            f"context.array.saving.{name} gives the dtype {options.dtype!r}, which is not a dtype"
-            " of numpy."
-        ) from error
+        problem = f"{place} gives the dtype {options.dtype!r}, which is not a dtype of numpy."
+        raise ValueError(problem) from error

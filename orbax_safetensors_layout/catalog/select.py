@@ -32,11 +32,11 @@ def select_names(names: Collection[str], patterns: str | Sequence[str], *, path:
     chosen: set[str] = set()
     unmatched: list[tuple[str, str]] = []
     is_single = isinstance(patterns, str) or not hasattr(patterns, "__iter__")
-    given: list[Any] = [patterns] if is_single else list(patterns)
-    if not all(isinstance(pattern, str) for pattern in given):
-        text = f"Tensors are chosen by patterns, which are strings, not {patterns!r}"
-        raise InvalidArgumentError(text, file=path)
+    given: Any = [patterns] if is_single else patterns
     for pattern in given:
+        if not isinstance(pattern, str):
+            text = f"Tensors are chosen by patterns, which are strings, not {patterns!r}"
+            raise InvalidArgumentError(text, file=path)
         if is_plain(pattern):
             matching = [pattern] if pattern in known else []
             problem = f"Tensor '{pattern}' not found"

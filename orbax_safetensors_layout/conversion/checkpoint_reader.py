@@ -23,7 +23,7 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import ReadOptions, storage_profile
+from orbax_safetensors_layout.options import ReadOptions, require, storage_profile
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
     ArraySource,
@@ -59,6 +59,7 @@ class SourceArray:
 
 def rerooted(tree: Any, subtree: str | None) -> Any:
     """Return a source's tree, or the part of this dotted name; arrays are named after it."""
+    require(isinstance(subtree, str | None), "subtree", "a dotted name", subtree)
     for key in subtree.split(".") if subtree else ():
         below = jax.tree_util.tree_flatten_with_path(tree, lambda x, tree=tree: x is not tree)
         named = {dotted_name(path): child for path, child in below[0] if path}

@@ -16,7 +16,7 @@ from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
     listed,
 )
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec, check_mapping
 from orbax_safetensors_layout.pytree import nested_dicts, prng
 from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
 
@@ -44,6 +44,7 @@ def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, 
 
     It is nested dicts, a model, or with `inverse` a flat dict of tensors that the mapping takes.
     """
+    check_mapping(mapping)
     values = [*values_of(tree)]
     if values:
         raise MappingError(

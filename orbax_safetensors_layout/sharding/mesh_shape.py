@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from orbax_safetensors_layout.geometry import Box, Ints, row_major_strides
+from orbax_safetensors_layout.options import require
 
 from .holders import AddressableShards, GlobalShards
 
@@ -31,10 +32,9 @@ class MeshShape:
     processes: int  # number of processes that share the devices
 
     def __post_init__(self) -> None:
-        if self.processes < 1 or any(size < 1 for size in self.axes.values()):
-            raise ValueError(
-                f"a mesh of {dict(self.axes)} on {self.processes} processes has no devices"
-            )
+        sizes: list[Any] = [*self.axes.values(), self.processes]
+        is_valid = all(isinstance(size, int | np.integer) and size > 0 for size in sizes)
+        require(is_valid, "sizes of axes, and processes,", "positive integers", sizes)
         if self.devices > _MOST_DEVICES:
             raise ValueError(f"{self.devices:,} devices are more than {_MOST_DEVICES:,}")
         if self.devices % self.processes:

@@ -33,7 +33,7 @@ class ShardingRule(NamedTuple):
             >>> ShardingRule.parse("embed = -,fsdp+tensor").spec
             ((), ('fsdp', 'tensor'))
         """
-        pattern, separator, right = (part.strip() for part in text.rpartition("="))
+        pattern, separator, right = (part.strip() for part in str(text).rpartition("="))
         if pattern[:1] in ("'", '"') and pattern[-1:] == pattern[:1] and len(pattern) > 1:
             pattern = pattern[1:-1]
         if not separator or not pattern or not right:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any, TypeGuard
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.options import require
 
 from .holders import AddressableShards, GlobalShards, ReplicaGrid, Replicas
 from .mesh_shape import MeshShape, Partition, Spec
@@ -60,11 +62,10 @@ class ProcessShards:
         self.process_index = jax.process_index() if process_index is None else process_index
         self.process_count = jax.process_count() if process_count is None else process_count
         self._is_here = process_count in (None, jax.process_count())
-        if not 0 <= self.process_index < self.process_count:
-            raise ValueError(
-                f"There is no process {self.process_index} of {self.process_count}; for an"
-                " abstract mesh say how many there are with process_count."
-            )
+        index, count = self.process_index, self.process_count
+        is_valid = all(isinstance(n, Integral) for n in (index, count)) and 0 <= index < count
+        expected = f"an integer below process_count={count!r} (say that for an abstract mesh)"
+        require(is_valid, "process_index", expected, index)
         self._local: dict[tuple[Sharding, tuple[int, ...]], AddressableShards] = {}
         self._held: dict[tuple[Sharding | None, tuple[int, ...]], GlobalShards] = {}
         self._replicas: dict[tuple[Sharding, tuple[int, ...]], Replicas | None] = {}

@@ -282,3 +282,7 @@ def test_manager_with_a_json_item_beside(tmp_path, folder):
 def test_registry_needs_names():
     with pytest.raises(ValueError, match='"default"'):
         osl.handler_registry()
+    for wrong in (["state"], ("state",), None, 5, b"state"):
+        for function in (osl.handler_registry, osl.context):
+            with pytest.raises(ValueError, match="item_names must be strings"):
+                function(wrong)

@@ -143,7 +143,10 @@ def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
         (["--mesh", "fsdp"], "is not a mesh; write for instance fsdp=64,tensor=4"),
         (["--mesh", "a=2,a=2"], "is not a mesh"),
         (["--mesh", "a=4", "--hosts", "3"], "3 processes do not divide 4 devices"),
-        (["--mesh", "a=4", "--hosts", "0"], "on 0 processes has no devices"),
+        (
+            ["--mesh", "a=4", "--hosts", "0"],
+            "sizes of axes, and processes, must be positive integers, not [4, 0]",
+        ),
         (["--mesh", "a=1000,b=1000000"], "1,000,000,000 devices are more than"),
         (["--mesh", "a=4", "--memory-budget-bytes", "2"], "2 is too little memory"),
         (["--mesh", "a=4", "--spec", "nothing"], "is not a sharding rule"),

@@ -599,8 +599,29 @@ def test_targets_and_meshes_that_make_no_sense(tmp_path, hf):
     with pytest.raises(osl.SafetensorsLayoutError, match="saved as a folder"):
         osl.convert(hf, tmp_path / "to.safetensors", format="hf")
     for topology in ({"processes": 0}, {"processes": -1}, {"mesh": {"x": 0}}):
-        with pytest.raises(ValueError, match="has no devices"):
+        with pytest.raises(ValueError, match="processes, must be positive integers"):
             osl.convert(hf, tmp_path / "to", format="sharded", **topology)
+    mesh = {"x": 2}
+    for wrong, expected in (
+        ({"mesh": (4, 2)}, r"mesh must be names and sizes of axes.*not \(4, 2\)"),
+        ({"mesh": 4}, "mesh must be .*not 4"),
+        ({"mesh": "fsdp=4"}, "mesh must be .*not 'fsdp=4'"),
+        ({"mesh": jax.devices()}, "mesh must be"),
+        ({"mesh": np.array(jax.devices())}, "mesh must be"),
+        ({"mesh": {"x": "4"}}, r"must be positive integers, not \['4', 1\]"),
+        ({"processes": "3"}, "must be positive integers, not"),
+        ({"processes": None}, "must be positive integers, not"),
+        ({"subtree": ("a",)}, r"subtree must be a dotted name, not \('a',\)"),
+        ({"subtree": 5}, "subtree must be a dotted name, not 5"),
+        ({"mesh": mesh, "spec": 5}, "spec must be a list of sharding rules.*not 5"),
+        ({"mesh": mesh, "spec": "'.*' = x"}, "spec must be a list of sharding rules"),
+        ({"mesh": mesh, "spec": [("a", "b")]}, r"\('a', 'b'\) is not a sharding rule"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            osl.convert(hf, tmp_path / "to", **wrong)
+    for mapping in ("auto:maxtext", {"a": "b"}, [], osl.families):
+        with pytest.raises(TypeError, match=r"is not an osl\.Mapping"):
+            osl.convert(hf, tmp_path / "to", mapping=mapping)
     assert os.listdir(tmp_path) == ["hf"]
 
 

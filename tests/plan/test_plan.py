@@ -117,8 +117,13 @@ def divides(extent: int, axes) -> bool:
 
 def test_there_must_be_such_a_process(tmp_path):
     path = save(tmp_path, {"w": np.zeros(8, np.float32)})
-    with pytest.raises(ValueError, match="no process 7 of 2"):
+    with pytest.raises(
+        ValueError, match=r"process_index must be an integer below process_count=2.*not 7"
+    ):
         osl.plan_load(path, {"w": np.zeros(8, np.float32)}, process_index=7, process_count=2)
+    for wrong in ({"process_index": "0"}, {"process_count": "1"}, {"process_count": 1.0}):
+        with pytest.raises(ValueError, match="must be an integer below process_count"):
+            osl.plan_load(path, {"w": np.zeros(8, np.float32)}, **wrong)
 
 
 def test_an_unconstrained_dimension_is_not_split(tmp_path):
