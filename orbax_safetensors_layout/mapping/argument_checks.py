@@ -6,6 +6,7 @@ Others are refused with a `MappingError` that names `what`, the user's function 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
 _INT64_MAX = (1 << 63) - 1
+_MOST_ITEMS = 1 << 24  # several times the tokens of the largest vocabularies
 
 
 def integer(value: Any, what: str) -> int:
@@ -23,10 +25,10 @@ def integer(value: Any, what: str) -> int:
     return integers((value,), what)[0]
 
 
-def integers(items: Iterable[Any], what: str) -> tuple[int, ...]:
-    """Return integers that can be indices."""
+def integers(items: Iterable[Any], what: str, most: int = _MOST_ITEMS) -> tuple[int, ...]:
+    """Return integers that can be indices, `most` at most."""
     try:
-        indices = tuple(map(operator.index, items))
+        indices = tuple(map(operator.index, several(items, what, most)))
     except TypeError as error:
         raise MappingError(f"{what} takes integers", found=short_repr(items)) from error
     if indices and max(map(abs, indices)) > _INT64_MAX:
@@ -56,9 +58,12 @@ def text(value: Any, what: str) -> str:
     return value
 
 
-def several(items: Any, what: str) -> tuple[Any, ...]:
-    """Return the items of an iterable that is not a string."""
+def several(items: Any, what: str, most: int = _MOST_ITEMS) -> tuple[Any, ...]:
+    """Return the items of an iterable that is not a string, `most` at most."""
     with contextlib.suppress(TypeError):
         if not isinstance(items, str | bytes):
-            return tuple(items)
+            first = tuple(itertools.islice(items, most + 1))
+            if len(first) <= most:
+                return first
+            raise MappingError(f"{what} takes {most:,} items at most", found=short_repr(items))
     raise MappingError(f"{what} takes a list", found=short_repr(items))

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format import short_repr
 from orbax_safetensors_layout.geometry import Box
 
-from .argument_checks import text
+from .argument_checks import integers, text
 
 Captures = Mapping[str, str]
 """The value of each wildcard."""
@@ -145,7 +146,14 @@ class TensorSpecs(dict[str, TensorSpec]):
 
     @classmethod
     def of(cls, shapes: Shapes) -> TensorSpecs:
-        return shapes if isinstance(shapes, TensorSpecs) else cls(shapes)
+        """Check tensors that a user gives."""
+        if isinstance(shapes, TensorSpecs):
+            return shapes
+        try:
+            return cls({text(n, "a name"): (integers(s, n), d) for n, (s, d) in shapes.items()})
+        except (AttributeError, TypeError, ValueError) as error:
+            what, expected = "there are no shapes and dtypes by name", "{'name': ((4,), 'float32')}"
+            raise MappingError(what, expected=expected, found=short_repr(shapes)) from error
 
     @functools.cached_property
     def tree(self) -> NameTree:

@@ -75,7 +75,7 @@ class Mapping:
         *,
         ignore: str | Iterable[str] = (),
         strict: bool = True,
-        unsaved: Iterable[str] = (),
+        unsaved: str | Iterable[str] = (),
         buffers: str | Iterable[str] = (),
     ) -> None:
         self.rules = several(rules, "Mapping")
@@ -85,12 +85,11 @@ class Mapping:
                     "Mapping takes a list of rules", expected="osl.rule(...)", found=repr(item)
                 )
         self.files: TensorSpecs | None = None
-        self.ignore = (ignore,) if isinstance(ignore, str) else several(ignore, "ignore=")
+        self.ignore, ignored = _compiled("Mapping(ignore=...)", ignore)
         self.strict = strict
-        self._unsaved = tuple(unsaved)
-        self.buffers = (buffers,) if isinstance(buffers, str) else several(buffers, "buffers=")
-        self._spare = _compiled("Mapping(buffers=...)", self.buffers)
-        self._ignored = [*_compiled("Mapping(ignore=...)", self.ignore), *self._spare]
+        self._unsaved, _ = _compiled("Mapping(unsaved=...)", unsaved)
+        self.buffers, self._spare = _compiled("Mapping(buffers=...)", buffers)
+        self._ignored = [*ignored, *self._spare]
 
     def __repr__(self) -> str:
         rules = "".join(f"    {rule!r},\n" for rule in self.rules)
@@ -166,7 +165,7 @@ class Mapping:
         patterns of `leave_out`, written as for `ignore`, or be buffers.
         """
         files = self._specs(checkpoint, None)
-        patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out), *self._spare]
+        patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out)[1], *self._spare]
         binder = Binder(self.rules, files, None)
         with contextlib.suppress(MappingError):  # saving binds leaves of its own
             binder.bind(None)
@@ -316,10 +315,10 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
         yield from _irreversible(operand)
 
 
-def _compiled(where: str, patterns: str | Iterable[str]) -> list[re.Pattern[str]]:
-    texts = [patterns] if isinstance(patterns, str) else several(patterns, where)
+def _compiled(where: str, given: Any) -> tuple[tuple[str, ...], list[re.Pattern[str]]]:
+    texts = (given,) if isinstance(given, str) else several(given, where)
     try:
-        return [compile_pattern(pattern) for pattern in texts]
+        return texts, [compile_pattern(pattern) for pattern in texts]
     except (ValueError, re.error) as error:
         raise MappingError(f"{where}: {error}") from error
 

@@ -16,8 +16,9 @@ from mapping_expressions import evaluate, index_only, specs_of
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from family_cases import CASES, family_of
-from family_models import copy, make, read_one
+import transformers
+from family_cases import CASES, FAMILY, family_of
+from family_models import MODELS, copy, make, read_one
 from family_references import REFERENCES, maxtext
 
 import orbax_safetensors_layout as osl
@@ -196,7 +197,7 @@ def test_vocabulary_without_its_last_rows(saved, target):
     mapping.bind(specs_of(fewer))  # what was saved loads again
     with pytest.raises(MappingError, match=r"vocab_size=0 must be in 1\.\.2,147,483,647"):
         families.llama(config, vocab_size=0)
-    for size, message in ((1 << 31, "must be in 1"), (1.5, "takes integers")):
+    for size, message in ((1 << 31, "must be in 1"), (1.5, r"must be int \| None")):
         with pytest.raises(MappingError, match=message):
             families.llama(config, vocab_size=size)
 
@@ -565,15 +566,15 @@ THREE_LAYERS = {
         ("llama", {"model_type": "bert"}, {}, "no ready mapping for model_type 'bert'"),
         ("llama", {"vocab_size": None}, {}, "lacks 'vocab_size'"),
         ("llama", {"hidden_size": "32"}, {}, "'hidden_size' of the configuration is '32'"),
-        ("llama", {}, {"target": "flax"}, "there is no target 'flax'"),
+        ("llama", {}, {"target": "flax"}, "target='flax' must be one of"),
         ("mixtral", {}, {"target": "tunix"}, "no ready mapping from mixtral to tunix"),
         ("llama", {}, {"target": "tunix", "scan": True}, "tunix has no models with stacked"),
         ("llama", {}, {"scan_axis": -1}, "scan_axis=-1 must be 0 or more"),
         ("llama", {}, {"dtype": "float3"}, "'float3' is not a dtype"),
         ("qwen3_moe_mixed", {}, {"target": "maxtext"}, "layers are partly dense"),
         ("qwen3_moe_mixed", {}, {"target": "tunix"}, "layers are partly dense"),
-        ("gemma2", THREE_LAYERS, {"target": "maxtext"}, "even number of layers"),
-        ("gpt_oss", THREE_LAYERS, {"target": "maxtext"}, "even number of layers"),
+        ("gemma2", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 2 layers"),
+        ("gpt_oss", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 2 layers"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, {}, "quantised with 'gptq'"),
         (
             "llama",
@@ -598,6 +599,81 @@ THREE_LAYERS = {
 def test_what_there_is_no_mapping_for(saved, name, changes, options, message):
     with pytest.raises(MappingError, match=message):
         families.mapping(saved[name].config | changes, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "message"),
+    [
+        ("scan", ["no", 1, []], r"bool \| None"),
+        ("untie", ["no", 1, {}], r"bool \| None"),
+        ("scan_axis", ["1", 1.0, True, [1]], r"int \| None"),
+        ("vocab_size", ["32000", 2.0, True, (7,)], r"int \| None"),
+        ("prefix", [5, b"model."], r"str \| None"),
+        ("root", [5, False], r"str \| None"),
+        ("model_type", [5, ["llama"]], r"str \| None"),
+        ("target", [None, ["plain"], {"plain"}, 0], r"one of \['plain', 'maxtext', 'tunix'\]"),
+        ("quantized", [None, ["keep"], True], r"one of \['decode', 'keep'\]"),
+    ],
+)
+def test_options_of_another_type(saved, option, values, message):
+    for value in values:
+        with pytest.raises(MappingError, match=rf"^{option}=.* must be {message}"):
+            families.llama(saved["llama"].config, **{option: value})
+
+
+def test_scalars_of_numpy_are_options(saved):
+    config = saved["llama"].config
+    options = {"scan": True, "scan_axis": 0, "vocab_size": 128, "untie": False}
+    arrays = {name: np.array(value)[()] for name, value in options.items()}
+    assert repr(families.llama(config, **arrays)) == repr(families.llama(config, **options))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in FAMILY])
+def test_keys_that_transformers_does_not_read(saved, name):
+    """Another family's keys change nothing; the classes of transformers say whose they are."""
+    config = saved[name].config
+    own = getattr(transformers, f"{MODELS[name][0]}{'Text' * (name == 'gemma3')}Config")()
+    foreign = {
+        key: value
+        for key, value in {
+            "query_pre_attn_scalar": 4,
+            "sliding_window_pattern": 2,
+            "mlp_only_layers": [0],
+            "decoder_sparse_step": 2,
+        }.items()
+        if not hasattr(own, key) and (name, key) != ("gemma3", "sliding_window_pattern")
+    }
+    assert foreign
+    for target in ("plain", "maxtext"):
+        expected = families.mapping(config, target=target)
+        assert repr(families.mapping(config | foreign, target=target)) == repr(expected)
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext", "tunix"])
+@pytest.mark.parametrize("pattern", [None, 1, 2, 3, 5, 6, 7, 100])
+def test_layer_types_by_their_pattern(saved, target, pattern):
+    """Transformers says which layers a pattern means; both spellings are one model."""
+    absent = ("layer_types", "sliding_window_pattern", "_sliding_window_pattern")
+    short = {key: value for key, value in saved["gemma3"].config.items() if key not in absent}
+    short |= {} if pattern is None else {"sliding_window_pattern": pattern}
+    types = transformers.Gemma3TextConfig(**short).layer_types
+    fits = all((kind == "full_attention") == (i % 6 == 5) for i, kind in enumerate(types))
+    results = []
+    for config in (short, short | {"layer_types": types}):
+        if fits or target == "plain":
+            results.append(repr(families.mapping(config, target=target)))
+            continue
+        with pytest.raises(MappingError, match=r"the type of layer \d is not that of") as caught:
+            families.mapping(config, target=target)
+        results.append(str(caught.value))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("target", ["maxtext", "tunix"])
+def test_biases_that_a_model_side_lacks(saved, target):
+    _, config, tensors, _ = saved["llama_biased"]
+    with pytest.raises(MappingError, match=r"bias"):
+        families.mapping(config, target=target).bind(specs_of(tensors))
 
 
 def test_options_that_are_not_there(saved):

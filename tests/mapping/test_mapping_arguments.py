@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -89,6 +91,27 @@ WRONG = {
         lambda: osl.rule("a", None, tied_to=7),
     ],
     "Mapping takes": [lambda: osl.Mapping(None), lambda: osl.Mapping(osl.rule("m", W))],
+    "shapes and dtypes by name": [
+        lambda of=of, take=take: getattr(osl.Mapping([osl.rule("m", W)]), take)(of)
+        for take in ("like", "abstract", "explain", "leaf_facts", "bind")
+        for of in (
+            *(None, 5, [("w", ((2,), "int8"))], {7: ((2,), "int8")}),
+            *({"w": (4, 6)}, {"w": "F32"}, {"w": None}, {"w": ((2,), "F32")}),
+            *({"w": ((4.0,), "int8")}, {"w": jax.ShapeDtypeStruct((2,), "int8")}),
+        )
+    ],
+    "items at most": [
+        lambda: osl.fill(range(10**9), 1, "float32"),
+        lambda: osl.fill([1] * 65, 1, "float32"),
+        lambda: osl.opaque(abs, W, shape=range(10**9), dtype="float32"),
+        lambda: W.reshape(range(10**9)),
+        lambda: W.transpose(range(10**9)),
+        lambda: W.take(0, range(10**9)),
+        lambda: osl.stack(W, "i", indices=itertools.count()),
+        lambda: osl.concat([W, W], 0, sizes=range(10**9)),
+    ],
+    "unsaved=": [lambda of=of: osl.Mapping([], unsaved=of) for of in (None, 5, "[", [7], b"w")],
+    "buffers=": [lambda of=of: osl.Mapping([], buffers=of) for of in (None, 5, "[", [7], b"w")],
     "ignore=": [lambda: osl.Mapping([], ignore=None), lambda: osl.Mapping([], ignore=[7])],
 }
 

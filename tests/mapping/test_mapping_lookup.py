@@ -87,9 +87,9 @@ def test_a_function_is_given_the_checkpoint(module):
     [
         ("lama", "Did you mean 'llama'?"),
         ("lama:maxtext", "Did you mean 'llama'?"),
-        ("llama:maxtex", "one of plain, maxtext, tunix"),
+        ("llama:maxtex", "must be one of ['plain', 'maxtext', 'tunix']"),
         ("llama:maxtext-unscaned", "cannot be 'unscaned'"),
-        ("llama:", "there is no target ''"),
+        ("llama:", "target='' must be"),
         ("mistral:tunix", "no ready mapping from mistral to tunix"),
         ("no_such_module:mapping", "cannot import 'no_such_module': ModuleNotFoundError"),
         ("/no/such.py:mapping", "cannot import '/no/such.py': FileNotFoundError"),

@@ -244,7 +244,7 @@ def as_expr(value: Any, where: str) -> Expr:
 
 def as_shape(shape: Iterable[int]) -> tuple[int, ...]:
     """Check a shape that a user gives."""
-    extents = integers(shape, "a shape")
+    extents = integers(shape, "a shape", most=64)  # axes of numpy's arrays
     if min(extents, default=0) < 0:
         raise MappingError(f"{extents} is not a shape")
     return extents
@@ -260,4 +260,4 @@ def given(operand: BoundExpr) -> str:
 def _listed(items: tuple[Any, ...], what: str) -> tuple[int, ...]:
     """Return integers that are given one by one, or as one list or array."""
     is_sequence = len(items) == 1 and (not hasattr(items[0], "__index__") or np.ndim(items[0]))
-    return integers(items[0] if is_sequence else items, what)
+    return integers(items[0] if is_sequence else items, what, most=64)  # axes of numpy's arrays

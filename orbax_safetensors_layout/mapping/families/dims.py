@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format import short_repr
 
 from .config import Section
 from .weight_format import WeightFormat, weight_format
@@ -19,7 +20,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {},
     "qwen2": {},
     "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"num_experts": 128},
+    "qwen3_moe": {"num_experts": 128, "decoder_sparse_step": 1, "mlp_only_layers": ()},
     "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256},
     "gemma3": {
         "tie_word_embeddings": True,
@@ -28,12 +29,15 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
         "vocab_size": 262208,
+        "sliding_window_pattern": 6,
     },
     "mixtral": {"num_local_experts": 8},
     "deepseek_v3": {"first_k_dense_replace": 3, "n_routed_experts": 256, "q_lora_rank": 1536},
     "gpt_oss": {"head_dim": 64, "num_local_experts": 128},
 }
 FAMILIES = tuple(_DEFAULTS)
+# Keys that no classes read but those of families with a default for them above.
+_OWN = "query_pre_attn_scalar", "sliding_window_pattern", "decoder_sparse_step", "mlp_only_layers"
 
 # Which value ties the output kernel of a model within another, by the outer `model_type`: the outer
 # `tie_word_embeddings`. Where it is left out it is false, but true in these classes (those of
@@ -100,10 +104,18 @@ class Dims:
     def check_uniform(self, target: str) -> None:
         """Refuses layers that are partly dense, which `target` does not have."""
         if self.dense and self.sparse:
-            raise MappingError(
-                f"{target} has no {self.family} whose layers are partly dense",
-                found=f"dense layers {list(self.dense)} of {self.layers}",
-            )
+            what = f"{target} has no {self.family} whose layers are partly dense"
+            raise MappingError(what, found=f"dense layers {list(self.dense)} of {self.layers}")
+
+    def check_cycle(self, target: str, length: int, *, rest: bool = False) -> None:
+        """Refuses layer types but the cycle of `target`, local layers and a global one."""
+        if self.layers % length and not rest:
+            raise MappingError(f"{target}'s {self.family} needs a multiple of {length} layers")
+        for i, kind in enumerate(self.layer_types):
+            expected = "sliding_attention" if (i + 1) % length else "full_attention"
+            if kind != expected:
+                what = f"the type of layer {i} is not that of {target}'s {self.family}"
+                raise MappingError(what, expected=expected, found=short_repr(kind))
 
 
 def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
@@ -114,17 +126,20 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     if inner is not None:
         quantization = outer.get("quantization_config") or inner.get("quantization_config")
         values = {**config["text_config"], "quantization_config": quantization}
-    read = Section({**_DEFAULTS.get(family, {}), **values}, family)
+    known = {k: v for k, v in values.items() if k in _DEFAULTS[family] or k not in _OWN}
+    read = Section({**_DEFAULTS[family], **known}, family)
     layers = read.integer("num_hidden_layers", bounds=(1, _MOST_LAYERS))
     hidden = read.integer("hidden_size")
     heads = read.integer("num_attention_heads", bounds=(1, hidden))
     head_dim = read.integer("head_dim", hidden // heads)
     latent = _latent(read) if family == "deepseek_v3" else None
     sparse = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
-    layer_types = read.texts("layer_types")
+    n = read.integer("sliding_window_pattern", 0)
+    cycle = [f"{'sliding' if i % n else 'full'}_attention" for i in range(1, layers + 1) if n]
+    layer_types = read.texts("layer_types") or tuple(cycle)
     if layer_types and len(layer_types) != layers:
         read.refuse("layer_types", f"one for each of {layers:,} layers", layer_types)
-    most_experts = (1, _MOST_EXPERTS // layers)
+    most, most_experts = (0, _MOST_LAYERS), (1, _MOST_EXPERTS // layers)
     return Dims(
         family=family,
         layers=layers,
@@ -139,11 +154,8 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         rope=_rope(read),
         experts=read.integer(read.need(*_EXPERTS), bounds=most_experts) if sparse else 0,
         dense=_dense(family, read, layers) if sparse else tuple(range(layers)),
-        shared_experts=latent is not None
-        and read.integer("n_shared_experts", 1, bounds=(0, _MOST_EXPERTS)) > 0,
-        extra=read.integer("num_nextn_predict_layers", 0, bounds=(0, _MOST_LAYERS))
-        if latent
-        else 0,
+        shared_experts=bool(latent and read.integer("n_shared_experts", 1, bounds=most)),
+        extra=read.integer("num_nextn_predict_layers", 0, bounds=most) if latent else 0,
         latent=latent,
         biased=_biased(family, read),
         quantized=weight_format(family, read.section("quantization_config")),

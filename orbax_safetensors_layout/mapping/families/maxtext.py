@@ -65,10 +65,8 @@ _QUERY_SCALED = ("llama", "mistral", "mixtral", "gemma2")
 # `ROPE_INIT_FUNCTIONS` of transformers 5.23.0; which of them it is decides how heads are turned.
 _ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
-# `GEMMA3_ATTENTION_PATTERN` of `models/gemma3.py`, and `inhomogeneous_layer_cycle_interval` of
-# `configs/models/gpt-oss-*.yml`: layers that are scanned together.
-_GEMMA3_CYCLE = 6
-_GPT_OSS_CYCLE = 2
+_GEMMA3_CYCLE = 6  # layers that are scanned together: `GEMMA3_ATTENTION_PATTERN` (`gemma3.py`)
+_GPT_OSS_CYCLE = 2  # `inhomogeneous_layer_cycle_interval` of `configs/models/gpt-oss-*.yml`
 
 
 def tree(dims: Dims) -> Tree:
@@ -103,11 +101,9 @@ def _steps(dims: Dims, *, sparse: bool) -> dict[str, TensorStep]:
         # of neighbours; `RotaryEmbedding`, which serves where `rope_type` is not "llama3.1",
         # halves.
         if dims.rope not in _ROPES:
-            raise MappingError(
-                "MaxText's Llama has no rotary embedding of the configuration's rope_type",
-                expected=f"one of {', '.join(_ROPES)}",
-                found=short_repr(dims.rope),
-            )
+            what = "MaxText's Llama has no rotary embedding of the configuration's rope_type"
+            expected = f"one of {', '.join(_ROPES)}"
+            raise MappingError(what, expected=expected, found=short_repr(dims.rope))
         if dims.rope == "llama3":
             steps[query] = _interleaved_heads(dims.heads, dims.head_dim)
             steps[key] = _interleaved_heads(dims.kv_heads, dims.head_dim)
@@ -140,23 +136,9 @@ def _uniform(dims: Dims) -> tuple[LayerGroup, ...]:
     )
 
 
-def _check_cycle(dims: Dims, length: int) -> None:
-    """Refuses layer types but MaxText's cycle: local layers, then a global one."""
-    cycle = ("sliding_attention",) * (length - 1) + ("full_attention",)
-    for i, kind in enumerate(dims.layer_types):
-        if kind != cycle[i % length]:
-            raise MappingError(
-                f"the type of layer {i} is not that of MaxText's {dims.family}",
-                expected=cycle[i % length],
-                found=short_repr(kind),
-            )
-
-
 def _gemma2(dims: Dims) -> tuple[LayerGroup, ...]:
     """A layer of MaxText is two of the checkpoint, one local and one global."""
-    _check_cycle(dims, 2)
-    if dims.layers % 2:
-        raise MappingError("MaxText's Gemma 2 needs an even number of layers", found=dims.layers)
+    dims.check_cycle("MaxText", 2)
     groups = []
     for start, kind in enumerate(("local", "global")):
         modules = (
@@ -172,7 +154,7 @@ def _gemma2(dims: Dims) -> tuple[LayerGroup, ...]:
 
 def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
     """Layers are scanned by sixes; those that remain are not stacked."""
-    _check_cycle(dims, _GEMMA3_CYCLE)
+    dims.check_cycle("MaxText", _GEMMA3_CYCLE, rest=True)
     leaves = renamed(_steps(dims, sparse=False), (*_GEMMA_NAMES, *_NAMES))
     scanned = dims.layers - dims.layers % _GEMMA3_CYCLE
     rest = tuple(range(scanned, dims.layers))
@@ -184,9 +166,7 @@ def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
 
 def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
     """Layers are scanned by twos, one local and one global."""
-    _check_cycle(dims, _GPT_OSS_CYCLE)
-    if dims.layers % _GPT_OSS_CYCLE:
-        raise MappingError("MaxText's GPT-OSS needs an even number of layers", found=dims.layers)
+    dims.check_cycle("MaxText", _GPT_OSS_CYCLE)
     leaves = renamed(_steps(dims, sparse=True), (*_GPT_OSS_NAMES, *_NAMES))
     leaves += fused_experts(("wi_0", "wi_1", "wo"), "GptOssMlp.{}", "GptOssMlp.{}_bias")
     return _cycle(_GPT_OSS_CYCLE, dims.layers, leaves)

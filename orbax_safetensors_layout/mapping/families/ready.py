@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping as Dict, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, get_args, get_type_hints
 
 from orbax_safetensors_layout.catalog import suggest_names
 from orbax_safetensors_layout.errors import MappingError, listed
 from orbax_safetensors_layout.format import short_repr
 
-from ..argument_checks import integer
 from ..expr.values import as_dtype
 from ..rules import Mapping
 from . import maxtext, plain, tunix
@@ -77,7 +76,7 @@ class Options(TypedDict, total=False):
     scan_axis: int | None
     dtype: str | None
     vocab_size: int | None
-    untie: bool
+    untie: bool | None
     prefix: str | None
     root: str | None
     model_type: str | None
@@ -139,32 +138,34 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
     """Return the mapping of a family, by default that of the configuration's `model_type`."""
     parsed: Any = read_config(config) if isinstance(config, str | os.PathLike) else config
     if not isinstance(parsed, Dict):
-        raise MappingError(
-            "a mapping needs a model's configuration",
-            expected="a checkpoint's folder, its config.json, or what that holds as a dict",
-            found=short_repr(parsed),
-        )
+        what = "a mapping needs a model's configuration"
+        expected = "a checkpoint's folder, its config.json, or what that holds as a dict"
+        raise MappingError(what, expected=expected, found=short_repr(parsed))
     if family is None:
         family = _family_of(parsed.get("model_type"))
-    unknown = sorted(options.keys() - Options.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"there is no option {unknown[0]!r}, but {listed(Options.__annotations__)}")
-    target = options.get("target", "plain")
-    side = _TARGETS.get(target)
-    if side is None:
-        raise MappingError(
-            f"there is no target {target!r}", expected=f"one of {', '.join(_TARGETS)}"
-        )
+    _check_options(options)
+    side = _TARGETS[target := options.get("target", "plain")]
     if family not in side.families:
-        raise MappingError(
-            f"there is no ready mapping from {family} to {target}",
-            expected=f"one of {', '.join(side.families)}",
-        )
+        expected = f"one of {', '.join(side.families)}"
+        raise MappingError(f"no ready mapping from {family} to {target}", expected=expected)
     _check_type(family, parsed, options.get("model_type"))
     dims, names = dims_of(family, parsed), stored_names(config)
     builder = _builder(dims, names, target, options)
     _check_counts(dims, names, f"{builder.prefix}layers.")
     return builder.build(side.tree(dims))
+
+
+def _check_options(options: Dict[str, Any]) -> None:
+    """Refuses options that are not there, and values of other types than `Options` says."""
+    types = get_type_hints(Options)
+    for name, value in options.items():
+        if name not in types:
+            raise TypeError(f"there is no option {name!r}, but {listed(types)}")
+        choices = get_args(types[name])
+        kind = type(value.item() if getattr(value, "ndim", None) == 0 else value)
+        if name != "dtype" and repr(value) not in map(repr, choices) and kind not in choices:
+            expected = str(types[name]).replace("typing.Literal", "one of ")
+            raise MappingError(f"{name}={short_repr(value)} must be {expected}")
 
 
 def _family_of(model_type: object) -> str:
@@ -218,11 +219,9 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
     if axis is not None and axis < 0:
         raise MappingError(f"scan_axis={axis} must be 0 or more")
     vocab = options.get("vocab_size")
-    if vocab is not None and not SIZES[0] <= integer(vocab, "vocab_size=") <= SIZES[1]:
+    if vocab is not None and not SIZES[0] <= vocab <= SIZES[1]:
         raise MappingError(f"vocab_size={vocab} must be in {SIZES[0]:,}..{SIZES[1]:,}")
     quantized = options.get("quantized", "decode")
-    if quantized not in ("decode", "keep"):
-        raise MappingError(f"quantized={quantized!r} must be 'decode' or 'keep'")
     if quantized == "keep" and target != "plain":
         raise MappingError(f"quantized='keep': {target} has no quantised leaves of that kind")
     dtype, root = options.get("dtype"), options.get("root")
@@ -235,7 +234,7 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
         scan_axis=side.scan_axis if axis is None else axis,
         dtype=None if dtype is None else as_dtype(dtype).name,
         vocab_size=dims.vocab if vocab is None else vocab,
-        untie=options.get("untie", False),
+        untie=bool(options.get("untie")),
         prefix=prefix,
         root=f"{root}." if root else "",
         keep=quantized == "keep",

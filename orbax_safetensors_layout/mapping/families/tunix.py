@@ -29,6 +29,8 @@ _GEMMA_NAMES = (
 def tree(dims: Dims) -> Tree:
     """Return the leaves of a model; refuses one that Tunix does not have."""
     dims.check_uniform("Tunix")
+    if dims.family == "gemma3":  # `GEMMA3_ATTENTION_PATTERN`; of Gemma 2 `ModelConfig` says it
+        dims.check_cycle("Tunix", 6, rest=True)
     gemma = dims.family in ("gemma2", "gemma3")
     leaves = _gemma(dims) if gemma else _qwen(dims)
     layers = LayerGroup("layers.", "layers.{n}.", tuple(range(dims.layers)), leaves)
