@@ -15,6 +15,7 @@ from checkpoints import random_tensor, save
 from orbax_calls import restore_standard, save_pytree
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.conversion import pipeline
 from orbax_safetensors_layout.conversion.journal import Journal
 from orbax_safetensors_layout.storage import local_commit
 
@@ -197,6 +198,51 @@ def test_a_mapping_that_differs_late_in_a_long_list_is_another(tmp_path):
     with pytest.raises(osl.SafetensorsLayoutError, match="other arguments"):
         convert(mapping=mapping(11, 10), options=small())
     assert convert(mapping=mapping(10, 11), options=small()).resumed_bytes
+
+
+def test_functions_of_a_mapping_that_differ_are_not_mixed(tmp_path):
+    """Neither in what is continued, nor where a call ended just after its target became visible."""
+    ones = {f"layers.{n}": np.ones((64, 32), np.float32) for n in range(12)}
+    source = save(tmp_path / "source", ones, files=2)
+
+    def interrupt(progress):
+        if progress.done_bytes * 2 > progress.total_bytes:
+            raise KeyboardInterrupt
+
+    def convert(factor, *, progress=False, **options):
+        expr = osl.opaque(
+            lambda values: values * np.float32(factor),
+            osl.tensor("layers.{i}"),
+            shape=(64, 32),
+            dtype="float32",
+        )
+        return osl.convert(
+            source,
+            tmp_path / "target",
+            mapping=osl.Mapping([osl.rule("scaled.{i}", expr)]),
+            inverse=False,
+            format="hf",
+            options=osl.ConvertOptions(memory_budget_bytes=128 << 10, progress=progress),
+            **options,
+        )
+
+    def values():
+        return {float(value) for x in osl.load(tmp_path / "target").values() for value in x.flat}
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(2, progress=interrupt)
+    with pytest.raises(osl.SafetensorsLayoutError, match="other arguments"):
+        convert(3)
+    assert convert(2).resumed_bytes
+    assert values() == {2}
+    with (
+        mock.patch.object(pipeline.LocalStorage, "remove", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        convert(4, overwrite=True)
+    assert values() == {4}
+    convert(3, overwrite=True)
+    assert values() == {3}
 
 
 def test_a_line_that_a_crash_cut_off_is_no_line(fork_server, tmp_path):

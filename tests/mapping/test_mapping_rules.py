@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, save
 from mapping_expressions import evaluate, specs_of
+from programs import program_path
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
@@ -449,6 +455,29 @@ def test_fingerprints_cover_all_indices():
     assert repr(a) == repr(b)
     assert fingerprint(a) != fingerprint(b)
     assert fingerprint(a) == fingerprint(Mapping([rule("a", tensor("b").take(0, ways[0]))]))
+
+
+def test_fingerprints_cover_functions_in_every_process():
+    """By their code and what they hold, wherever in memory, and in whatever order of its sets."""
+
+    def lines(*arguments, seed):
+        command = [sys.executable, program_path("mapping_fingerprints.py"), *arguments]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        return subprocess.check_output(command, env=environment, text=True).splitlines()
+
+    first, *others = (
+        lines("1", "0", seed="1"),
+        lines("1", "9999", seed="2"),
+        lines("2", "0", seed="1"),
+    )
+    assert first == others[0]
+    assert len({*first, *others[1]}) == 2 * len(first)
+
+
+def test_functions_that_hold_what_has_no_state_equal_no_other():
+    call = functools.partial(np.add, threading.Lock())
+    mapping = Mapping([rule("a", opaque(call, tensor("b"), shape=(2,), dtype=F32))])
+    assert fingerprint(mapping) != fingerprint(mapping)
 
 
 def test_repr_of_a_mapping():
