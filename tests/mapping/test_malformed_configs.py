@@ -151,7 +151,8 @@ def is_another_model(key, value):
             return value in ("llama3", "left out", "type", "default")
         case "rope_scaling" | "rope_parameters":
             # An object without a type is one of the default type, in transformers, too.
-            return value in (None, "left out") or (type(value) is dict and "type" not in str(value))
+            untyped = type(value) is dict and not {"type", "rope_type"} & {*value}
+            return value in (None, "left out") or untyped
         case "tie_word_embeddings":
             return type(value) is bool or value in (None, "left out")
         case "model_type":
