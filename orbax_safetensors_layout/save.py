@@ -169,8 +169,7 @@ class PreparedSave:
         plan, mapped = prepared.plan(mapping, options, shards)
         values = HostValues(prepared.values, plan.leaves)
         if custom is not None:  # checked, and copied, now: the caller may change it
-            data = Manifest("hf", custom=custom).to_json()
-            custom = parse_manifest(data, file=MANIFEST).custom
+            custom = parse_manifest(Manifest("hf", custom=custom).to_json(), file=MANIFEST).custom
         manifest: Manifest | None = None
         if mapped is None:
             manifest = Manifest(

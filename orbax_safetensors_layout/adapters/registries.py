@@ -131,8 +131,7 @@ def _watched_v1(handler: Any, names: tuple[str, ...]) -> Any:
         _report_unused(item, names, used, never=never, function="osl.context")
 
     async def save(self: Any, directory: Any, checkpointable: Any) -> Any:
-        save_orbaxs = partial(handler.save, self)
-        return await _save_reported(report, save_orbaxs, directory, checkpointable)
+        return await _save_reported(report, partial(handler.save, self), directory, checkpointable)
 
     place = {"__module__": handler.__module__, "__qualname__": handler.__qualname__}
     return type(handler.__name__, (handler,), {"save": save, "used_items": used, **place})

@@ -104,8 +104,7 @@ def handler_for_save(registry: Any, checkpointable: Any, name: str, own: Setting
         )
     ours = SafetensorsHandler(own)
     try:
-        handler = _orbax.resolve_handler_for_save(registry, checkpointable, name=name)
-        return _ours_or(handler, ours)
+        return _ours_or(_orbax.resolve_handler_for_save(registry, checkpointable, name=name), ours)
     except _orbax.NoEntryError:
         if not ours.is_handleable(checkpointable):
             raise

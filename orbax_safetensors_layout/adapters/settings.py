@@ -70,8 +70,7 @@ def using(
         ...     checkpointer.restore(folder)
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
-    inner = Settings(read=read, write=write, mapping=mapping)
-    token = _SETTINGS.set(inner.over(_SETTINGS.get()))
+    token = _SETTINGS.set(Settings(read=read, write=write, mapping=mapping).over(_SETTINGS.get()))
     try:
         yield
     finally:
@@ -86,8 +85,7 @@ def current(own: Settings) -> Settings:
 def read_options_v1(own: Settings) -> ReadOptions:
     """The options for reading with Orbax v1, by default those of Orbax's context."""
     # `safetensors.max_over_read_ratio` does not count: `StorageProfile` decides over-reads.
-    read = current(own).read
-    if read is not None:
+    if (read := current(own).read) is not None:
         return read
     read = ReadOptions(request_bytes=_byte_count("safetensors", "read_chunk_bytes"))
     budget = _byte_count("memory", "read_concurrent_bytes")
@@ -96,8 +94,7 @@ def read_options_v1(own: Settings) -> ReadOptions:
 
 def write_options_v1(own: Settings) -> WriteOptions:
     """The options for writing with Orbax v1, likewise; the smaller byte count is the budget."""
-    write = current(own).write
-    if write is not None:
+    if (write := current(own).write) is not None:
         return write
     names = ("write_concurrent_bytes", "transfer_concurrent_bytes")
     limits = [_byte_count("memory", name) for name in names]

@@ -93,8 +93,7 @@ def _restore_args(item: Any, saved: Any) -> Any:
         if isinstance(leaf, HostLeaf):
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
         if getattr(leaf, "sharding", ...) is None:
-            saved_leaf = _described(saved_leaves.get(dotted_name(path)))
-            sharding = getattr(saved_leaf, "sharding", None)
+            sharding = getattr(_described(saved_leaves.get(dotted_name(path))), "sharding", None)
             leaf = _struct(leaf.shape, leaf.dtype, sharding=sharding)
         return ocp.checkpoint_utils.construct_restore_args(leaf)
 
@@ -245,9 +244,8 @@ def load_resized(
 def _is_resizable(leaf: Any, stored: StoredArray, shape: Any) -> bool:
     if shape is None or not hasattr(leaf, "sharding") or prng.is_key(stored):
         return False
-    if stored.on_host and leaf.sharding is None:
-        return False
-    return tuple(shape) != stored.shape and len(shape) == len(stored.shape)
+    is_host = stored.on_host and leaf.sharding is None
+    return not is_host and tuple(shape) != stored.shape and len(shape) == len(stored.shape)
 
 
 def _resized(name: str, stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> Expr:

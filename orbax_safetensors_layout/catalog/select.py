@@ -92,8 +92,7 @@ def suggest_names(name: str, names: Collection[str], count: int = 3) -> list[str
     def likeness(other: str) -> tuple[int, int]:
         return len(parts.intersection(other.split("."))), -abs(len(other) - length)
 
-    many = len(names) > _FEW
-    candidates = heapq.nlargest(_CANDIDATES, names, key=likeness) if many else names
+    candidates = heapq.nlargest(_CANDIDATES, names, key=likeness) if len(names) > _FEW else names
     return difflib.get_close_matches(name, candidates, n=count)
 
 

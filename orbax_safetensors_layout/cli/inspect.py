@@ -49,8 +49,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     list_content = inspect_orbax if location.is_orbax else inspect
     report = list_content(location.path, only=parsed.filter)
     if parsed.sort:
-        ordered = sorted(report.tensors, key=_SORT_KEYS[parsed.sort])
-        report = report._replace(tensors=tuple(ordered))
+        report = report._replace(tensors=tuple(sorted(report.tensors, key=_SORT_KEYS[parsed.sort])))
     if parsed.json:
         output.json(_document(report))
         return 0
@@ -100,8 +99,7 @@ def _by_tensor(report: Inspection, *, every: bool) -> str:
         else:
             pieces = f" ({first.pieces} pieces)" if first.pieces > 1 else ""
             where = (first.files[0] if len(files) == 1 else f"{len(files)} files") + pieces
-        cells = _cells(Total.of(tensors))
-        rows.append([name, first.dtype, str(list(first.shape)), where, *cells])
+        rows.append([name, first.dtype, str(list(first.shape)), where, *_cells(Total.of(tensors))])
     header = ["tensor", "dtype", "shape", "file", "tensors", "parameters", "bytes"]
     return table(header, rows, left=4)
 

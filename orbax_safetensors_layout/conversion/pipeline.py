@@ -194,7 +194,7 @@ class Conversion:
     def _verify(self, processes: Processes) -> None:
         """Reads this process's share of what was written, and compares every bit."""
         done = self._journal.read()
-        differing = []
+        differing: list[str] = []
         with (
             contextlib.closing(self.reopen(self._finished)) as written,
             self._share(self._groups, processes, "verifying") as (groups, report),
@@ -208,9 +208,8 @@ class Conversion:
                 )
                 digests = _digests(blocks, report)
                 recorded = done[group.number].digests
-                for region, *pair in zip(group.regions, digests, recorded, strict=True):
-                    if pair[0] != pair[1]:
-                        differing.append(region.leaf.name)
+                compared = zip(group.regions, digests, recorded, strict=True)
+                differing += [region.leaf.name for region, new, old in compared if new != old]
         problem = "what was written differs from the source"
         errors = [MismatchError(problem, tensor=name) for name in dict.fromkeys(differing)]
         if errors:

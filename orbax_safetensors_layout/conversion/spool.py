@@ -207,8 +207,7 @@ def _write_box(
     file: FileWriter, shape: Sequence[int], start: int, box: Box, values: np.ndarray
 ) -> None:
     """Writes a box of a row-major array whose first byte is at `start` of a file."""
-    view = AffineView.row_major(shape).restrict(box)
-    runs = StridedRuns.of(view, values.itemsize, start)
+    runs = StridedRuns.of(AffineView.row_major(shape).restrict(box), values.itemsize, start)
     data = values.reshape(-1).view(np.uint8)
     for number, offset in enumerate(runs.offsets().tolist()):
         file.write_at(offset, [data[number * runs.run_bytes : (number + 1) * runs.run_bytes]])

@@ -94,8 +94,7 @@ class Topology:
     @property
     def unused_rules(self) -> list[ShardingRule]:
         """The rules that no array has used so far."""
-        rules = self._rules.rules
-        return [rule for number, rule in enumerate(rules) if number not in self._used]
+        return [rule for number, rule in enumerate(self._rules.rules) if number not in self._used]
 
     def raise_misfits(self) -> None:
         """Refuses arrays that cannot be sharded as their rules say; names all."""

@@ -115,8 +115,7 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
     document: dict[str, object] = {}
     digests: dict[str, str] = {}
     with checks.parsing("the list of checksums"):
-        text = data.decode().lstrip(" \t\n\r")
-        for outer, key, value in strict_json.members(text, ("files",)):
+        for outer, key, value in strict_json.members(data.decode().lstrip(" \t\n\r"), ("files",)):
             if outer is not None:
                 digests[key] = value if isinstance(value, str) else short_repr(value)
             else:

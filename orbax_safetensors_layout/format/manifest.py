@@ -92,8 +92,7 @@ class Manifest:
         """Return the manifest of one save, whose id is in its files of pieces, if it has any."""
         if self.pieces is None:
             return self
-        pieces = dataclasses.replace(self.pieces, save_id=save_id)
-        return dataclasses.replace(self, pieces=pieces)
+        return dataclasses.replace(self, pieces=dataclasses.replace(self.pieces, save_id=save_id))
 
     def to_json(self) -> bytes:
         """Return the file's bytes, one member a line; a Value- or TypeError if it is not JSON."""
@@ -130,8 +129,7 @@ def parse_manifest(data: bytes, *, file: str) -> Manifest:
 def _document(text: str, checks: Schema) -> dict[str, object]:
     document: dict[str, object] = {}
     look_closely = strict_json.has_surrogate_escape(text)
-    whole = strict_json.members(text.lstrip(" \t\n\r"), longest=strict_json.UNBOUNDED)
-    for _, key, value in whole:
+    for _, key, value in strict_json.members(text.lstrip(" \t\n\r"), longest=strict_json.UNBOUNDED):
         if look_closely:
             strict_json.plain(value)  # refuses lone surrogates
         document[key] = value

@@ -70,8 +70,7 @@ class Schema:
     def size(self, value: object, what: str, *, below: int = _INT64_MAX + 1) -> int:
         """Return an integer in 0..`below` - 1."""
         if type(value) is not int or not 0 <= value < below:
-            expected = f"an integer in 0..{below - 1}"
-            self.refuse(f"malformed {what}", expected, short_repr(value))
+            self.refuse(f"malformed {what}", f"an integer in 0..{below - 1}", short_repr(value))
         return value
 
     def texts(self, value: object, what: str) -> tuple[str, ...]:

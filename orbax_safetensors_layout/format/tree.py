@@ -266,8 +266,7 @@ class _NodeParser:
 
     def _refuse_repeated(self, keys: tuple[Key, ...]) -> None:
         if len(set(keys)) != len(keys):
-            problem = "a key of a node is repeated"
-            self._checks.refuse(problem, "each key once", short_repr(keys))
+            self._checks.refuse("a key of a node is repeated", "each key once", short_repr(keys))
 
     def _scalar(self, raw: object, depth: int = 0) -> Key:
         if raw is None or isinstance(raw, str | bool | int | float):

@@ -59,8 +59,7 @@ def _parse_pattern(pattern: str) -> tuple[_Component, ...]:
             raise MappingError(
                 f"name pattern {pattern!r}: a wildcard is written as {{name}}, in one component"
             )
-        is_all = literals == ["", ""]
-        regex = None if is_all else re.compile("(.+)".join(map(re.escape, literals)))
+        regex = None if literals == ["", ""] else re.compile("(.+)".join(map(re.escape, literals)))
         components.append(_Component(dotted, names, regex))
     return tuple(components)
 

@@ -128,8 +128,7 @@ class RegionPlanner:
     def _tiled(self, local: AddressableShards, itemsize: int) -> Iterator[tuple[Tile, bool]]:
         # Shared and private boxes are tiled apart: they are read differently.
         for shared in (False, True):
-            numbers = [i for i, s in enumerate(local.shared) if s is shared]
-            for joined in tile(local.boxes, numbers):
+            for joined in tile(local.boxes, [i for i, s in enumerate(local.shared) if s is shared]):
                 if self._most_bytes is None or joined.box.size * itemsize <= self._most_bytes:
                     yield joined, shared
                     continue

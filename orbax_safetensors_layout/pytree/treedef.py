@@ -160,8 +160,7 @@ def _assemble(node: Container, parts: list[Any]) -> Any:
         case "list":
             return parts
         case "dict" | "node":
-            has_keys = node.keys or not parts
-            return dict(zip(node.keys, parts, strict=True)) if has_keys else parts
+            return dict(zip(node.keys, parts, strict=True)) if node.keys or not parts else parts
 
 
 def _namedtuple_class(type_name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:

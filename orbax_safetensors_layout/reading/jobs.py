@@ -129,8 +129,7 @@ def _runs_jobs(
         return
     batch = _per_job(run, profile)
     for first in range(0, requests.count, batch):
-        numbers = range(first, min(first + batch, requests.count))
-        yield RunsJob(file, slices, numbers, (0, run))
+        yield RunsJob(file, slices, range(first, min(first + batch, requests.count)), (0, run))
 
 
 def _per_job(request_bytes: int, profile: StorageProfile) -> int:

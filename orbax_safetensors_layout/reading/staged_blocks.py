@@ -126,8 +126,7 @@ def _parts(
 def _as_slice(indices: npt.NDArray[np.int64]) -> Indices:
     """Indices as a slice, if each is one more than that before it."""
     first = int(indices[0])
-    rising = bool((np.diff(indices) == 1).all())
-    return slice(first, first + len(indices)) if rising else indices
+    return slice(first, first + len(indices)) if (np.diff(indices) == 1).all() else indices
 
 
 class Cut(NamedTuple):
@@ -213,8 +212,7 @@ def blocks_of(request: Request, slices: Sequence[BufferSlice]) -> Iterator[Block
         if kind not in cuts:
             cuts[kind] = Cut.of(read, block, request.added_bytes)
         start = request.start + sum(source for _, source, _ in step)
-        moved = sum(target for _, _, target in step)
-        yield Block(cuts[kind], start, slices, moved)
+        yield Block(cuts[kind], start, slices, sum(target for _, _, target in step))
 
 
 def _step(read: RegionPlan, number: int, low: int, high: int) -> tuple[tuple[int, int], int, int]:

@@ -83,8 +83,7 @@ class VerifyingReader:
         for name in (name for name in names if name in self._digests):
             value = file_crc32(self._storage, join(self._folder, name), read.get(name, ()))
             if value != self._digests[name]:
-                saved = self._digests[name]
-                damaged.append(f"{name} (CRC-32 {value:08x}, saved with {saved:08x})")
+                damaged.append(f"{name} (CRC-32 {value:08x}, saved with {self._digests[name]:08x})")
         if damaged:
             raise FormatError(
                 f"files are not what was saved: {listed(damaged)}",

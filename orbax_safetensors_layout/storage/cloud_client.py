@@ -106,8 +106,7 @@ def _amazon() -> _Settings:
 
 
 def _azure() -> _Settings:
-    allow_http = _is_true("AZURE_ALLOW_HTTP") or _is_true("AZURE_STORAGE_USE_EMULATOR")
-    return AzureStore, {}, allow_http
+    return AzureStore, {}, _is_true("AZURE_ALLOW_HTTP") or _is_true("AZURE_STORAGE_USE_EMULATOR")
 
 
 def _is_true(variable: str) -> bool:

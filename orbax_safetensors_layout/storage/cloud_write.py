@@ -145,8 +145,7 @@ class CloudFileWriter:
         while source.nbytes:
             if self._filled == self._part.nbytes:
                 self._send_part()
-                left = self._size - self._position
-                self._part = np.empty(min(self._part_bytes, left), np.uint8)
+                self._part = np.empty(min(self._part_bytes, self._size - self._position), np.uint8)
             count = min(source.nbytes, self._part.nbytes - self._filled)
             self._part[self._filled : self._filled + count] = source[:count]
             self._filled += count

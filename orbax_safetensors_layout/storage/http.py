@@ -240,8 +240,7 @@ class Connections:
                     address = proxy._replace(netloc=proxy.netloc.rpartition("@")[2]).geturl()
                     manager = ProxyManager(address, proxy_headers=login, **options)
                 pool = manager.connection_from_host(origin.host, origin.port, origin.scheme)
-                is_tls = pool.scheme == "https"
-                pool.ConnectionCls = _HttpsConnection if is_tls else _HttpConnection
+                pool.ConnectionCls = _HttpsConnection if pool.scheme == "https" else _HttpConnection
                 self._pools[origin] = pool
             return self._pools[origin]
 

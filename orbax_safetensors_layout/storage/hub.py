@@ -83,8 +83,7 @@ class HubStorage(RemoteStorage):
         return self._within(path) in self._snapshot().files
 
     def folders(self, folder: str) -> list[str]:
-        names = self._inside(folder)
-        return sorted({name.partition("/")[0] for name in names if "/" in name})
+        return sorted({name.partition("/")[0] for name in self._inside(folder) if "/" in name})
 
     def list(self, folder: str) -> list[str]:
         return sorted(name for name in self._inside(folder) if "/" not in name)
@@ -124,8 +123,7 @@ class HubStorage(RemoteStorage):
         with self._listing:
             if self._listed is None:
                 seconds = self._retrier.policy.attempt_seconds
-                headers = build_hf_headers(library_name=_LIBRARY)
-                self._connections.sent.add(self._endpoint, headers)
+                self._connections.sent.add(self._endpoint, build_hf_headers(library_name=_LIBRARY))
                 ask = functools.partial(within, seconds, lambda: self._ask(seconds))
                 self._listed = self._retrier.run(ask, "listing the repository", self._root)
             return self._listed

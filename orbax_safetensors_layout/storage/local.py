@@ -148,8 +148,7 @@ class LocalStorage(Storage):
                     handle = self._pinned(file)
                 except StorageError as error:
                     cause = getattr(error.__cause__, "errno", None)
-                    no_descriptor_is_left = cause in (errno.EMFILE, errno.ENFILE)
-                    if not no_descriptor_is_left or not self._close_idle(0):
+                    if cause not in (errno.EMFILE, errno.ENFILE) or not self._close_idle(0):
                         raise
                     handle = self._pinned(file)
                 self._open[file] = handle

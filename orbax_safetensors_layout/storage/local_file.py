@@ -169,8 +169,7 @@ class PinnedFile:
             return
         if now.size < offset + total:
             raise truncated(self.name, offset, total, now.size)
-        during = f"bytes [{offset}, {offset + total}) were read"
-        check_same(self.name, self.identity, now, during)
+        check_same(self.name, self.identity, now, f"bytes [{offset}, {offset + total}) were read")
 
     def is_cold(self, offset: int) -> bool:
         """Whether the page at `offset` is not in the page cache.

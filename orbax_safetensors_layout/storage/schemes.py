@@ -52,8 +52,7 @@ def _open_local(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
 
 
 def _open_file(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
-    path = urllib.parse.unquote(text.removeprefix("file://"))
-    return LocalStorage(), os.path.abspath(path)
+    return LocalStorage(), os.path.abspath(urllib.parse.unquote(text.removeprefix("file://")))
 
 
 def _open_web(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:

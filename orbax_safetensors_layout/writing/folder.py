@@ -194,18 +194,14 @@ class CheckpointFolder:
                 digests |= parse_digests(read_file(self.storage, file, "the digests"), file=file)
             files[DIGESTS] = dump_digests(digests)
         self._write(files)
-        self._remove_strays(plan)
+        own = self._small_files.union(plan.names)
+        for name in self.storage.list(self.path):  # what an abandoned save left would pass for own
+            if appearance_rank(name) is not None and name not in own:
+                self.storage.remove(join(self.path, name))
         if plan.exchanges or self._options.digests:
             self.storage.remove(join(self.path, PIECES_FOLDER))
         if self._options.fsync:
             self.storage.flush_folder(self.path)
-
-    def _remove_strays(self, plan: WritePlan) -> None:
-        """Removes what an abandoned save has left, which would pass for a part of this one."""
-        own = self._small_files.union(plan.names)
-        for name in self.storage.list(self.path):
-            if appearance_rank(name) is not None and name not in own:
-                self.storage.remove(join(self.path, name))
 
     def _write(self, files: Mapping[str, bytes]) -> None:
         self._small_files.update(files)

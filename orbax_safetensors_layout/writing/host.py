@@ -61,8 +61,7 @@ class HostValues:
         if nbytes <= max(budget_bytes, _LEAST_SLAB_BYTES) or captured:
             yield part
             return
-        slab_bytes = max(budget_bytes // _SLABS, _LEAST_SLAB_BYTES)
-        most = part.tile.box.size * slab_bytes // nbytes
+        most = part.tile.box.size * max(budget_bytes // _SLABS, _LEAST_SLAB_BYTES) // nbytes
         start = part.start
         for slab in part.tile.slabs(most, 8 if part.dtype.packed else 1):
             stop = start + slab.box.size * part.dtype.bits // 8
@@ -180,8 +179,7 @@ class HostValues:
 def _on_host(array: jax.Array) -> bool:
     """Whether numpy sees the memory of the array itself; sub-byte elements it does not."""
     devices: Iterable[Any] = array.sharding.addressable_devices
-    is_cpu = all(device.platform == "cpu" for device in devices)
-    return is_cpu and array.dtype not in SUB_BYTE
+    return all(device.platform == "cpu" for device in devices) and array.dtype not in SUB_BYTE
 
 
 def _region(shard: jax.Array, box: Box, region: Box) -> jax.Array:
@@ -207,8 +205,7 @@ def _to_host(shards: Sequence[jax.Array]) -> list[jax.Array]:
     targets = []
     for shard in shards:
         device: Any = next(iter(shard.sharding.addressable_devices))
-        kinds = {memory.kind for memory in device.addressable_memories()}
-        if "pinned_host" not in kinds:
+        if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
             return [shard.copy() for shard in shards]
         targets.append(SingleDeviceSharding(device, memory_kind="pinned_host"))
     return list(jax.device_put(list(shards), targets))

@@ -74,8 +74,7 @@ class PartBytes:
 
     @functools.cached_property
     def rows(self) -> TileRows:
-        group = 8 if self._packed else 1
-        return TileRows.of(self.part.tile.box.shape, self.part.dtype.bits, group)
+        return TileRows.of(self.part.tile.box.shape, self.part.dtype.bits, 8 if self._packed else 1)
 
     @property
     def block_bytes(self) -> int:
@@ -176,11 +175,9 @@ def _copy_rows(
         return
     target = out.reshape(last - first, *extents[axis + 1 :])
     inner_cells = list(itertools.product(*map(range, grid[axis + 1 :])))
+    row_shape = member[axis + 1 :]
     inner = [
-        tuple(
-            slice(cell * n, (cell + 1) * n)
-            for cell, n in zip(cells, member[axis + 1 :], strict=True)
-        )
+        tuple(slice(cell * n, (cell + 1) * n) for cell, n in zip(cells, row_shape, strict=True))
         for cells in inner_cells
     ]
     unrolled = extents[: axis + 1]

@@ -68,8 +68,7 @@ def _is_tree(path: str) -> bool:
 
 
 def _step_folder(path: str, step: int) -> str:
-    steps = _steps(path)
-    names = [name for name, number in steps.items() if number == step]
+    names = [name for name, number in _steps(path).items() if number == step]
     if len(names) != 1:
         raise CheckpointNotFoundError(
             f"there is no step {step}" if not names else f"several folders are step {step}",

@@ -181,8 +181,7 @@ class OrbaxTarget:
         try:
             return done.result()
         except ValueError as error:  # TensorStore's
-            text = "writing chunks failed"
-            raise storage_error(text, self._written, leaf.name, error) from error
+            raise storage_error("writing chunks failed", self._written, leaf.name, error) from error
 
     def flush(self) -> None:
         self._stores.clear()  # each write has waited for itself

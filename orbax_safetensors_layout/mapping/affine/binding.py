@@ -131,16 +131,14 @@ class Binder:
         """Return the names of tensors that rules take and the checkpoint does not have."""
         patterns = {pattern: None for rule in self.rules for pattern in rule.patterns()}
         lacking = [p for p in patterns if next(self.specs.tree.match(p), None) is None]
-        names = {WILDCARD.sub("0", pattern): None for pattern in lacking}
-        return list(names | self._missing)
+        return list({WILDCARD.sub("0", pattern): None for pattern in lacking} | self._missing)
 
     def _bind_leaf(self, target: RuleTarget, expr: Expr, leaves: dict[str, BoundExpr]) -> None:
         leaf, rule, captures = target
         try:
             bound = expr.bind(captures, self.specs)
         except MappingError as error:
-            kind = f"rule {pattern_of(rule.target)!r}"
-            problems = within(error, f"leaf {leaf!r}", kind).problems
+            problems = within(error, f"leaf {leaf!r}", f"rule {pattern_of(rule.target)!r}").problems
             self._problems += problems
             self._missing.update({p.seek: None for p in problems if p.seek is not None})
             self.used.update(target.tensors(self.specs))  # one problem is enough

@@ -61,8 +61,7 @@ class BoundExpr(abc.ABC):
         then one piece instead of one for each index of their outer axis. `gathers` lets many
         indices in no regular order, or some that come again, be one piece with a `gather`.
         """
-        whole = Box.whole(self.shape)
-        if len(box.start) != len(self.shape) or not whole.contains(box):
+        if len(box.start) != len(self.shape) or not Box.whole(self.shape).contains(box):
             raise ValueError(f"{box} is not a region of an expression of shape {self.shape}.")
         if 0 in box.shape:
             return ()

@@ -45,8 +45,7 @@ def permuted(operand: BoundExpr, axes: Sequence[int]) -> BoundExpr:
         operand = operand.operand
     if axes == tuple(range(len(axes))):
         return operand
-    shape = tuple(operand.shape[axis] for axis in axes)
-    return Permuted(shape, operand.dtype, operand, axes)
+    return Permuted(tuple(operand.shape[axis] for axis in axes), operand.dtype, operand, axes)
 
 
 def inverse_permutation(axes: Sequence[int]) -> tuple[int, ...]:
@@ -130,8 +129,7 @@ def sliced(operand: BoundExpr, axis: int, start: int, count: int, step: int = 1)
     """Return `count` indices of an axis from `start` on."""
     if (start, step) == (0, 1) and count == operand.shape[axis]:
         return operand
-    shape = put(operand.shape, axis, count)
-    return Sliced(shape, operand.dtype, operand, axis, start, step)
+    return Sliced(put(operand.shape, axis, count), operand.dtype, operand, axis, start, step)
 
 
 class Run(NamedTuple):
@@ -297,16 +295,14 @@ class Concatenated(_Joined):
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         for part, number in split(window, self.axis, self.starts):
-            moved = part.rescale(self.axis, -self.starts[number], 1)
-            self.operands[number].pull(moved, ops, sink)
+            self.operands[number].pull(part.rescale(self.axis, -self.starts[number], 1), ops, sink)
 
 
 def concatenated(operands: Sequence[BoundExpr], axis: int) -> BoundExpr:
     """Return `numpy.concatenate(operands, axis)`, of at least one."""
     if len(operands) == 1:
         return operands[0]
-    extents = (operand.shape[axis] for operand in operands)
-    starts = tuple(itertools.accumulate(extents, initial=0))
+    starts = tuple(itertools.accumulate((operand.shape[axis] for operand in operands), initial=0))
     shape = put(operands[0].shape, axis, starts[-1])
     return Concatenated(shape, operands[0].dtype, tuple(operands), axis, starts)
 

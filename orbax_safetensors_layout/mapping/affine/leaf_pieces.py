@@ -239,8 +239,7 @@ def _shared_along(pieces: Sequence[Piece], axis: int) -> Sequence[Piece]:
             number = np.arange(piece.view.shape[axis])
             places.append(piece.box.start[axis] + number)
             offsets.append(piece.view.offset + number * piece.view.strides[axis])
-    own = sum(len(np.unique(part)) for part in offsets)
-    if len(np.unique(np.concatenate(offsets))) == own:
+    if len(np.unique(np.concatenate(offsets))) == sum(len(np.unique(part)) for part in offsets):
         return pieces
     first = pieces[0]
     assert isinstance(first, AffinePiece)

@@ -97,8 +97,7 @@ class Window(NamedTuple):
     def span(self, number: int, column: int, first: int, extent: int) -> Window:
         """Replace a factor, the outermost of its axis, by indices of a column from `first` on."""
         axis = self.dims[number].axis
-        steps = put((0,) * len(self.start), column, 1)
-        other = (Dim(axis, extent, steps),) if extent > 1 else ()
+        other = (Dim(axis, extent, put((0,) * len(self.start), column, 1)),) if extent > 1 else ()
         dims = put(self.dims, number, *other)
         return Window(put(self.origin, axis, 0), put(self.start, column, first), dims)
 

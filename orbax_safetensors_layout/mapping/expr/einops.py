@@ -70,8 +70,7 @@ def solve(groups: Groups, shape: Sequence[Extent], sizes: Mapping[str, int]) -> 
                 f" of extent {extent}, are not known",
                 hint=f"Give all but one of them: rearrange(..., {unknown[-1]}=...).",
             )
-        rest = product(extents[name] for name in group if name in extents)
-        size = quotient(extent, rest)
+        size = quotient(extent, product(extents[name] for name in group if name in extents))
         if size is None or (not unknown and size != Extent(1) and size.exact):
             known = " * ".join(f"{name}={extents[name]}" for name in group if name in extents)
             problem = f"is not a multiple of {known}" if unknown else f"is not {known or 1}"

@@ -69,8 +69,7 @@ class Rearrange:
     @classmethod
     def of(cls, text: str, sizes: dict[str, int]) -> Rearrange:
         pattern = einops.parse(argument_checks.text(text, "rearrange"))
-        names = {name for group in pattern.left for name in group}
-        unknown = sorted(set(sizes) - names)
+        unknown = sorted(set(sizes) - {name for group in pattern.left for name in group})
         if unknown:
             raise MappingError(f"rearrange pattern {text!r} has no {', '.join(unknown)}")
         checked = {
@@ -146,15 +145,13 @@ class Slice:
         if any(bound is not None and abs(bound) > n for bound in (self.start, self.stop)):
             raise MappingError(f"{self} reaches beyond axis {axis} of extent {n}")
         indices = range(n)[self.start : self.stop : self.step]
-        start = indices.start if len(indices) else 0
-        return sliced(operand, axis, start, len(indices), self.step)
+        return sliced(operand, axis, indices.start if len(indices) else 0, len(indices), self.step)
 
     def operand_extents(self, result: Extents) -> Extents:
         axis = axis_of(self, self.axis, len(result))
         count, start, stop = result[axis].n, self.start or 0, self.stop
         if self.step > 0 and start >= 0 and stop is None:
-            last = start + (count - 1) * self.step
-            extent = Extent(last + 1, exact=self.step == 1)
+            extent = Extent(start + (count - 1) * self.step + 1, exact=self.step == 1)
         elif self.step == 1 and start >= 0 and stop is not None and stop < 0:
             extent = Extent(start + count - stop)
         else:

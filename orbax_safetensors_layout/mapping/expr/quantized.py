@@ -45,8 +45,7 @@ class _Scaled(abc.ABC):
     call: ClassVar[str]  # as a user writes it
 
     def describe(self, operands: Sequence[str]) -> str:
-        listed = ", ".join(operands)
-        return self.call.format(listed, block=self.block, dtype=self.dtype.name)
+        return self.call.format(", ".join(operands), block=self.block, dtype=self.dtype.name)
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         stored, scale = operands

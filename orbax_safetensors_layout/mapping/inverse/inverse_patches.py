@@ -56,8 +56,7 @@ class Patch(NamedTuple):
         return row_major_strides([factor.extent for factor in self.factors])
 
     def replaced(self, number: int, values: BoundExpr, *factors: Factor, count: int = 1) -> Patch:
-        others = self.factors[number + count :]
-        return Patch(values, (*self.factors[:number], *factors, *others))
+        return Patch(values, (*self.factors[:number], *factors, *self.factors[number + count :]))
 
     def put(self, number: int, factor: Factor, values: BoundExpr) -> Patch:
         """Replace a factor; one of extent 1 is left out."""

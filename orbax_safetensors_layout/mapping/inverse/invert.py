@@ -142,8 +142,7 @@ def _along_axis(
 ) -> Iterator[tuple[BoundExpr, Patch | None]]:
     """Yields operands with a patch of the node as a patch of theirs; they differ along one axis."""
     if isinstance(node, Stacked | Concatenated):
-        count = len(node.operands)
-        starts = node.starts if isinstance(node, Concatenated) else range(count + 1)
+        starts = node.starts if isinstance(node, Concatenated) else range(len(node.operands) + 1)
         for operand, ends in zip(node.operands, itertools.pairwise(starts), strict=True):
             yield operand, patch.restrict(number, *ends)
     elif isinstance(node, Broadcast):
@@ -201,9 +200,7 @@ def _check_exact(stored: np.dtype[Any], ops: tuple[ValueOp, ...], values: BoundE
         return
     leaf, *inverse = reversed([*values.nodes()])
     back = tuple(node.op for node in inverse if isinstance(node, Valued))
-    loaded = stored
-    for op in ops:
-        loaded = op.result(loaded)
+    loaded = functools.reduce(lambda dtype, op: op.result(dtype), ops, stored)
     if loaded != leaf.dtype:  # the caller's leaf may have another
         ops = (*ops, Cast(leaf.dtype))
         ops[-1].result(loaded)
