@@ -167,5 +167,7 @@ def test_killed_at_every_moment(fork_server, tmp_path, what, exchange):
         random.Random(0).shuffle(points)
         wrong = kills_of_conversions(place, what, points)
     print(f"{what}, exchange {exchange}: {place.kills} kills of {calls}, {len(wrong)} wrong")
-    assert place.kills == calls > 50  # 500 in all
+    # 500 in all. Threads may make a call fewer than in the run that was counted.
+    assert calls - 3 <= place.kills <= calls
+    assert calls > 50
     assert wrong == []

@@ -1,5 +1,6 @@
-import resource
+import re
 import sys
+from pathlib import Path
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.catalog.catalog import Catalog
@@ -8,4 +9,6 @@ try:
     result = osl.verify(sys.argv[2]).ok if sys.argv[1] == "verify" else Catalog.open(sys.argv[2])
 except osl.FormatError as error:
     result = error
-print(str(result)[:300], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sep="\n")
+# `ru_maxrss` would begin with the peak of the process that started this one.
+peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]
+print(str(result)[:300], peak, sep="\n")
