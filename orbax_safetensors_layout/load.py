@@ -18,7 +18,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format import DIGESTS
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import ReadOptions, given_or_default
-from orbax_safetensors_layout.plan import ReadPlan, array_sources
+from orbax_safetensors_layout.plan import Cost, ReadPlan, array_sources
 from orbax_safetensors_layout.pytree import AbstractTree, HostLeaf
 from orbax_safetensors_layout.reading import (
     LOADING,
@@ -32,6 +32,7 @@ from orbax_safetensors_layout.reading import (
     SavedMetadata,
     VerifyingReader,
     adopts,
+    exchanging,
     fingerprint_of,
     load_group,
     resolve_leaves,
@@ -48,6 +49,7 @@ from orbax_safetensors_layout.storage import LocalStorage, RangeReader
 
 PathLike = str | os.PathLike[str]
 _VERIFYING = "verifying what was read"
+_MUCH, _MUCH_BYTES = 2.0, 1 << 30  # over-read that is warned of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def load_catalog(
 ) -> Any:
     """Loads as `load` does, from a catalog that is open already, if any; closes it in the end."""
     with (
-        load_group(path, options) as group,
+        load_group(path, abstract, options) as group,
         catalog or Catalog.open(path, retries=options.retries) as catalog,
         frozen_heap(),
         _explicit_transfer(),
@@ -136,6 +138,8 @@ def load_catalog(
         planned = _plan(
             catalog, storage, abstract, mapping, only, options, ProcessShards(), devices=True
         )
+        if jax.process_count() > 1:
+            _log_cost(catalog.path, ReadPlan.joined(planned.plans).cost())
         values, stats = _read(planned, options, group)
         if isinstance(storage, VerifyingReader):
             with group.together(_VERIFYING):
@@ -144,6 +148,18 @@ def load_catalog(
             catalog.storage.check_current()
     _record(stats)
     return values
+
+
+def _log_cost(path: str, cost: Cost) -> None:
+    logging.info("Loading %s: %s", path, cost)
+    if cost.over_read > _MUCH and cost.read_bytes > _MUCH_BYTES:
+        logging.warning(
+            "Loading %s reads %.1f bytes for each that is needed, in gaps between rows of shards."
+            " Use ReadOptions(replicated='auto' or 'read_once'), split dimension 0, or store the"
+            " tensors in shards (layout 'sharded').",
+            path,
+            cost.over_read,
+        )
 
 
 def _verifying(catalog: Catalog) -> VerifyingReader:
@@ -230,16 +246,23 @@ def _plan(
     tree = _abstract_tree(catalog, abstract, only, mapping, devices=devices)
     strict = options.strict and only is None  # what `only` leaves out is not unexpected
     leaves = resolve_leaves(catalog, tree, shards, mapping=mapping, strict=strict, devices=devices)
-    steps = steps_of(catalog, leaves, shards, options)
+    exchange = shards.process_index in exchanging(abstract, options, shards.process_count)
+    steps = steps_of(catalog, leaves, shards, options, exchange=exchange)
     reader = ArrayReader(
         storage=storage,
         profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
         memory_budget_bytes=options.memory_budget_bytes,
         adopt=adopts(tree.parsed),
-        joins_gaps=options.replicated == "each",
+        joins_gaps=options.replicated != "read_once",
         mmap=options.mmap,
     )
-    return _PlannedLoad(tree, leaves, steps, [reader.plan(step.reads) for step in steps], reader)
+    plans = [
+        dataclasses.replace(
+            reader.plan(step.reads), exchanged_bytes=step.received_bytes(shards.process_index)
+        )
+        for step in steps
+    ]
+    return _PlannedLoad(tree, leaves, steps, plans, reader)
 
 
 def _abstract_tree(

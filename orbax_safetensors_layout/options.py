@@ -30,6 +30,7 @@ class StorageProfile:
     concurrency: int  # requests in flight at once
     cached_concurrency: int | None = None  # the same for files in the host's page cache
     least_request_bytes: int = 1 * MIB  # long ranges are split no further
+    shared_bytes_per_second: float = math.inf  # of all hosts together
 
     @property
     def max_gap_bytes(self) -> int:
@@ -97,6 +98,33 @@ PROFILES: Mapping[str, StorageProfile] = {
 def storage_profile(kind: str) -> StorageProfile:
     """Return the cost model of a storage class; without a row of its own, that of a local disk."""
     return PROFILES.get(kind, _LOCAL)
+
+
+class ExchangeProfile(NamedTuple):
+    """The cost model of an exchange among the devices of several processes."""
+
+    bytes_per_second: float  # that the devices of a process gather
+    round_seconds: float
+    program_seconds: float  # XLA compiles it
+
+    def seconds(self, nbytes: float, rounds: int, programs: int) -> float:
+        """Return the time of rounds in which `nbytes` are gathered."""
+        return (
+            nbytes / self.bytes_per_second
+            + rounds * self.round_seconds
+            + programs * self.program_seconds
+        )
+
+
+EXCHANGES: Mapping[str, ExchangeProfile] = {
+    "cpu": ExchangeProfile(bytes_per_second=2e8, round_seconds=0.02, program_seconds=0.5),
+}
+_ACCELERATOR = ExchangeProfile(bytes_per_second=3e9, round_seconds=0.005, program_seconds=0.5)
+
+
+def exchange_profile(platform: str) -> ExchangeProfile:
+    """Return the cost model of the devices of a platform, as JAX names it."""
+    return EXCHANGES.get(platform, _ACCELERATOR)
 
 
 class Progress(NamedTuple):
@@ -169,13 +197,16 @@ class ReadOptions(_CheckedOptions):
         request_bytes: Largest single request; None takes the storage class's default.
         latency_seconds: Per storage class (`{"local": 1e-5}`), instead of the default.
         bandwidth_bytes_per_second: Per storage class, instead of the default.
+        shared_bandwidth_bytes_per_second: Per storage class, of all hosts together.
         replicated: Who reads bytes that several processes need, because a tensor is replicated or
             partly so, or because they lie in short gaps between what each needs. `"each"`: each
             process, without communication. `"read_once"`: one process, and the devices exchange
-            them; all processes must load the same tree with the same options. What waits to be
-            exchanged takes at most a quarter of `memory_budget_bytes` on a host; what is being
+            them. `"auto"`: of these for each group of tensors the one that takes less time. With
+            the latter two all processes must load the same tree with the same options; `"auto"`
+            waits for no others where no sharding of the tree has devices of theirs. What waits to
+            be exchanged takes at most a quarter of `memory_budget_bytes` on a host; what is being
             exchanged takes as much on a device, or two of the largest shards.
-        timeout_seconds: With `"read_once"`: how long a process waits for the others at each step.
+        timeout_seconds: How long a process waits for the others at each step, unless each reads.
         mmap: Let arrays on the CPU backend adopt the mapped pages of local files where the data is
             64-byte aligned. Such a file must not be overwritten in place or truncated while an
             array lives (replacing it by rename is safe), and numpy arrays are read-only.
@@ -192,7 +223,8 @@ class ReadOptions(_CheckedOptions):
     request_bytes: int | None = None
     latency_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     bandwidth_bytes_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    replicated: Literal["each", "read_once"] = "each"
+    shared_bandwidth_bytes_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    replicated: Literal["auto", "each", "read_once"] = "auto"
     timeout_seconds: float = 1800.0
     mmap: bool = False
     verify: bool = False
@@ -208,6 +240,9 @@ class ReadOptions(_CheckedOptions):
             latency_seconds=self.latency_seconds.get(kind, base.latency_seconds),
             bandwidth_bytes_per_second=self.bandwidth_bytes_per_second.get(
                 kind, base.bandwidth_bytes_per_second
+            ),
+            shared_bytes_per_second=self.shared_bandwidth_bytes_per_second.get(
+                kind, base.shared_bytes_per_second
             ),
             concurrency=self.concurrency or base.concurrency,
             cached_concurrency=self.concurrency or base.cached_concurrency,
@@ -357,12 +392,16 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("total_seconds base_seconds max_seconds", "a number of seconds", _is_number),
     ("latency_seconds", f"{_BY_CLASS} numbers of seconds", _is_by_class),
     (
-        "bandwidth_bytes_per_second",
+        "bandwidth_bytes_per_second shared_bandwidth_bytes_per_second",
         f"{_BY_CLASS} positive numbers",
         lambda v: _is_by_class(v) and all(v.values()),
     ),
     ("jitter", "a number from 0 to 1", lambda v: _is_number(v) and v <= 1),
-    ("replicated", '"each" or "read_once"', lambda v: v in ("each", "read_once")),
+    (
+        "replicated",
+        '"auto", "each" or "read_once"',
+        lambda v: v in ("auto", "each", "read_once"),
+    ),
     ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
     ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
     ("retries", "a RetryPolicy(attempts=..., ...)", lambda v: isinstance(v, RetryPolicy)),

@@ -27,6 +27,7 @@ from orbax_safetensors_layout.load import load_catalog
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.pytree import dotted_name
+from orbax_safetensors_layout.reading import exchanging
 from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.storage import open_storage, storage_errors
 
@@ -161,7 +162,7 @@ def begin_load(
 def _open_checked(
     path: _PathLike, abstract: Any, mapping: LeafMapping | None, options: ReadOptions
 ) -> Catalog | None:
-    if options.replicated == "read_once" and jax.process_count() > 1:
+    if jax.process_index() in exchanging(abstract, options, jax.process_count()):
         return None  # all processes have to learn together that one has failed
     with contextlib.ExitStack() as on_error:
         catalog = on_error.enter_context(Catalog.open(path, retries=options.retries))

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from orbax_safetensors_layout.catalog import Catalog, find_quantization
 from orbax_safetensors_layout.format import TensorEntry
@@ -25,6 +25,7 @@ from orbax_safetensors_layout.plan import (
     ClusterPlan,
     ClusterTensor,
     Cost,
+    HostRate,
     LeafCost,
     PlannedShares,
     plan_cluster,
@@ -39,34 +40,6 @@ from orbax_safetensors_layout.sharding import (
 )
 
 from .inspection import read_configuration
-
-_NETWORK_BYTES_PER_SECOND = 25e9 / 8  # all streams' rate, by default at most
-
-
-class HostRate(NamedTuple):
-    """The rate of a host: of one request, without its bytes, some at once, and of all streams."""
-
-    request_seconds: float
-    bytes_per_second: float
-
-    @classmethod
-    def of(cls, profile: StorageProfile, kind: str, bytes_per_second: float | None) -> Self:
-        """Return the rate of a storage class, by default a guess: local streams share a disk."""
-        if bytes_per_second is None:
-            stream = profile.bandwidth_bytes_per_second
-            many = min(stream * profile.concurrency, _NETWORK_BYTES_PER_SECOND)
-            bytes_per_second = stream if kind == "local" else many
-        return cls(profile.latency_seconds / profile.concurrency, bytes_per_second)
-
-    def seconds(self, cost: Cost) -> float:
-        moved = cost.read_bytes + cost.written_bytes
-        return cost.requests * self.request_seconds + moved / self.bytes_per_second
-
-    def excess_seconds(self, leaf: LeafCost) -> float:
-        """Return the time that is spent beyond reading the needed bytes in one go."""
-        cost = Cost(read_bytes=leaf.read_bytes, requests=leaf.requests)
-        return self.seconds(cost) - leaf.needed_bytes / self.bytes_per_second
-
 
 RuleUses: TypeAlias = tuple[tuple[ShardingRule | None, int], ...]
 """Rules, None for leaves that none matches, and how many leaves each places."""

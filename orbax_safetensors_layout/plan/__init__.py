@@ -18,9 +18,10 @@ from .cluster import (
     plan_cluster_writes,
 )
 from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
-from .cost import Cost, LeafCost
+from .cost import Cost, HostRate, LeafCost
 from .exchange_rounds import (
     ExchangeLimits,
+    ExchangeRates,
     Fragment,
     Item,
     Round,

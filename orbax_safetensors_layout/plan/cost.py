@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import math
+from typing import NamedTuple, Self
 
+from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.sharding import Spec
+
+_NETWORK_BYTES_PER_SECOND = 25e9 / 8  # all streams' rate, by default at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,6 +22,7 @@ class Cost:
         read_bytes: Bytes requested from storage: needed bytes plus gaps that are read through. For
             a save: bytes of pieces that are put together into files.
         written_bytes: For a save: bytes written, pieces and headers included.
+        exchanged_bytes: For a load: bytes that its devices get from those of other processes.
         requests: Ranged reads.
         files: Files opened for data (their headers are read besides). A sum counts a file once
             for each process that opens it.
@@ -32,6 +37,7 @@ class Cost:
     files: int = 0
     peak_host_bytes: int = 0
     written_bytes: int = 0
+    exchanged_bytes: int = 0
 
     @property
     def over_read(self) -> float:
@@ -48,10 +54,12 @@ class Cost:
                 f"{self.tensors:,} tensors, {self.written_bytes:,} bytes written to"
                 f" {self.files:,} files, {self.read_bytes:,} bytes of pieces read back"
             )
+        exchanged = f", {self.exchanged_bytes:,} bytes exchanged" * bool(self.exchanged_bytes)
         return (
             f"{self.tensors:,} tensors, {self.needed_bytes:,} bytes needed, "
             f"{self.read_bytes:,} bytes read ({self.over_read:.2f}x) in {self.requests:,} requests "
-            f"from {self.files:,} files, at most {self.peak_host_bytes:,} bytes of staging memory"
+            f"from {self.files:,} files{exchanged}, at most {self.peak_host_bytes:,} bytes of"
+            " staging memory"
         )
 
 
@@ -65,3 +73,34 @@ class LeafCost(NamedTuple):
     needed_bytes: int  # of its shards
     read_bytes: int
     requests: int
+
+
+class HostRate(NamedTuple):
+    """The rate of a host: of one request, without its bytes, some at once, and of all streams."""
+
+    request_seconds: float
+    bytes_per_second: float
+    shared_bytes_per_second: float = math.inf  # of all hosts together
+
+    @classmethod
+    def of(cls, profile: StorageProfile, kind: str, bytes_per_second: float | None = None) -> Self:
+        """Return the rate of a storage class, by default a guess: local streams share a disk."""
+        if bytes_per_second is None:
+            stream = profile.bandwidth_bytes_per_second
+            many = min(stream * profile.concurrency, _NETWORK_BYTES_PER_SECOND)
+            bytes_per_second = stream if kind == "local" else many
+        request_seconds = profile.latency_seconds / profile.concurrency
+        return cls(request_seconds, bytes_per_second, profile.shared_bytes_per_second)
+
+    def seconds(self, cost: Cost) -> float:
+        moved = cost.read_bytes + cost.written_bytes
+        return cost.requests * self.request_seconds + moved / self.bytes_per_second
+
+    def read_seconds(self, nbytes: float, all_bytes: float) -> float:
+        """Return the time of a read of which this host has `nbytes`, and all have `all_bytes`."""
+        return max(nbytes / self.bytes_per_second, all_bytes / self.shared_bytes_per_second)
+
+    def excess_seconds(self, leaf: LeafCost) -> float:
+        """Return the time that is spent beyond reading the needed bytes in one go."""
+        cost = Cost(read_bytes=leaf.read_bytes, requests=leaf.requests)
+        return self.seconds(cost) - leaf.needed_bytes / self.bytes_per_second

@@ -17,6 +17,7 @@ contiguous parts, each by one process, and exchanged.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,14 +26,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.geometry import Box, replaced
+from orbax_safetensors_layout.options import ExchangeProfile
 from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT, batches
 from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
+
+from .cost import HostRate
 
 _BYTE = np.dtype(np.uint8)
 _SMALL_BYTES = 1 << 20  # smaller boxes are packed together: one round takes many of them
 _MOST_LANES = 64  # arrays that one program makes
 _MANY_ROUNDS = 8  # of which one may leave most processes without work
 _MOST_IDLE = 1.1  # columns that a split may need for the work of one
+_MOST_PROGRAMS = 2  # of the rounds of one group
 
 
 class SharedLeaf(NamedTuple):
@@ -112,6 +117,10 @@ class Round(NamedTuple):
         """Bytes that every device of the grid gathers."""
         return self.slot_bytes * self.grid.replicas
 
+    def received_bytes(self, process: int) -> int:
+        """Bytes that the devices of a process get from others."""
+        return len(self.grid.slots(process)) * (self.gathered_bytes - self.slot_bytes)
+
     def fragments(self, process: int) -> Iterator[Fragment]:
         """Yields the boxes that a process reads for the round, device by device."""
         for row, column in self.grid.slots(process):
@@ -140,8 +149,33 @@ class ExchangeLimits(NamedTuple):
     gap_bytes: int  # the longest gap that is read through
 
 
-def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[Stage]:
-    """Plan the reads and exchanges of leaves (of tied ones the first); equal on all processes."""
+class ExchangeRates(NamedTuple):
+    """The rates by which reading alone is compared with an exchange; the same on all processes."""
+
+    storage: HostRate
+    exchange: ExchangeProfile
+
+    def saves(self, leaves: Sequence[SharedLeaf], rounds: Sequence[Round]) -> bool:
+        """Whether an exchange of leaves on one grid takes less time than reading each alone."""
+        grid = rounds[0].grid
+        holders = [set(row) for row in grid.processes]  # of each box
+        boxes = max(collections.Counter(itertools.chain.from_iterable(holders)).values())
+        nbytes = sum(leaf.box_bytes for leaf in leaves)
+        share = grid.most_slots / grid.columns
+        alone = self.storage.read_seconds(nbytes * boxes, nbytes * sum(map(len, holders)))
+        once = self.storage.read_seconds(nbytes * share, nbytes * len(holders))
+        gathered = sum(step.gathered_bytes for step in rounds) * grid.most_slots
+        programs = min(len(rounds), _MOST_PROGRAMS)
+        return alone > once + self.exchange.seconds(gathered, len(rounds), programs)
+
+
+def plan_exchange(
+    leaves: Iterable[SharedLeaf], limits: ExchangeLimits, rates: ExchangeRates | None = None
+) -> list[Stage]:
+    """Plan the reads and exchanges of leaves (of tied ones the first); equal on all processes.
+
+    With `rates` of those alone whose exchange takes less time than reading them where they go.
+    """
     leaves = [*leaves]
     tied = {leaf.number: leaf.tied for leaf in leaves if leaf.tied}
     small: dict[int, list[SharedLeaf]] = {}
@@ -160,8 +194,11 @@ def plan_exchange(leaves: Iterable[SharedLeaf], limits: ExchangeLimits) -> list[
             rank = rank_of(leaf.strides)
             key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, rank, leaf.cut_axes)
             large.setdefault(key, []).append(leaf)
-    rounds = [step for group in large.values() for step in _whole(group, limits)]
-    rounds += [step for group in small.values() for step in _packed(group, limits)]
+    planned = [(group, [*_whole(group, limits)]) for group in large.values()]
+    planned += [(group, [*_packed(group, limits)]) for group in small.values()]
+    if rates is not None:
+        planned = [(group, rounds) for group, rounds in planned if rates.saves(group, rounds)]
+    rounds = [step for _, of_group in planned for step in of_group]
     # Rounds that share their reads are in one stage.
     repeated = (_repeated(step, tied) for step in rounds)
     stages = batches(repeated, _stage_bytes, limits.stage_bytes)

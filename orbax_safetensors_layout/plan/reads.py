@@ -32,6 +32,7 @@ class ReadPlan:
     profile: StorageProfile  # the cost model that the requests were made with
     memory_budget_bytes: int  # bound on what is held beyond the arrays
     adopt: bool  # whether the arrays keep the buffers they are made of, as on the CPU backend
+    exchanged_bytes: int = 0  # bytes that the devices of the process get from those of others
 
     def groups(self) -> Iterator[RequestGroup]:
         """Yields regions that are read together, in the order in which they are."""
@@ -55,7 +56,12 @@ class ReadPlan:
             leaves += plan.leaves
             for file, regions in plan.batches:
                 in_turn.append((file, tuple(r._replace(leaf=first + r.leaf) for r in regions)))
-        return dataclasses.replace(plans[0], leaves=tuple(leaves), batches=tuple(in_turn))
+        return dataclasses.replace(
+            plans[0],
+            leaves=tuple(leaves),
+            batches=tuple(in_turn),
+            exchanged_bytes=sum(plan.exchanged_bytes for plan in plans),
+        )
 
     @property
     def needed_bytes(self) -> int:
@@ -90,6 +96,7 @@ class ReadPlan:
             requests=requests,
             files=len({file for file, _ in self.batches}),
             peak_host_bytes=staging + min(held, max(self.memory_budget_bytes, most_held)),
+            exchanged_bytes=self.exchanged_bytes,
         )
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:

@@ -10,6 +10,7 @@ from .replica_exchange import (
     PLANNING,
     ExchangeStep,
     ReplicaExchange,
+    exchanging,
     fingerprint_of,
     load_group,
     steps_of,

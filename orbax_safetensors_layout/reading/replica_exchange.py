@@ -18,10 +18,12 @@ from jax.sharding import Sharding
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import PeerError, redact_urls
 from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.options import ReadOptions
+from orbax_safetensors_layout.options import ReadOptions, exchange_profile
 from orbax_safetensors_layout.plan import (
     ExchangeLimits,
+    ExchangeRates,
     Fragment,
+    HostRate,
     Item,
     RegionReads,
     Round,
@@ -52,14 +54,35 @@ _MOST_IN_FLIGHT = 2  # rounds: one is gathered while the next is put on the devi
 _PAUSE_SECONDS = 0.001
 
 
-def load_group(path: str | os.PathLike[str], options: ReadOptions) -> ProcessGroup:
+def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple[int, ...]:
+    """The processes that load a tree together; none where each reads what it needs.
+
+    With `"auto"` those that have devices of the tree's shardings, if they are several.
+    """
+    if options.replicated == "each" or process_count == 1:
+        return ()
+    everyone = tuple(range(process_count))
+    if options.replicated == "read_once":
+        return everyone
+    # A leaf that may be on devices, and says not on which, is on all.
+    leaves = (leaf for leaf in jax.tree.leaves(abstract) if hasattr(leaf, "sharding"))
+    shardings = {getattr(leaf.sharding, "sharding", leaf.sharding) for leaf in leaves}
+    if any(sharding is None or is_abstract(sharding) for sharding in shardings):
+        return everyone
+    devices = set().union(*(sharding.device_set for sharding in shardings))
+    processes = sorted({device.process_index for device in devices})
+    return tuple(processes) if len(processes) > 1 else ()
+
+
+def load_group(path: str | os.PathLike[str], abstract: Any, options: ReadOptions) -> ProcessGroup:
     """The processes that load together; this one alone, where each reads what it needs."""
-    if options.replicated == "each" or jax.process_count() == 1:
+    processes = exchanging(abstract, options, jax.process_count())
+    if jax.process_index() not in processes:
         return ProcessGroup.alone()
     return ProcessGroup(
         redact_urls(os.fsdecode(path)),
         jax.process_index(),
-        jax.process_count(),
+        processes,
         DistributedStore.connect(),
         options.timeout_seconds,
         purpose="load",
@@ -71,14 +94,23 @@ class ExchangeStep(NamedTuple):
 
     leaves: list[ResolvedLeaf]  # the leaves of which it reads some boxes
     reads: RegionReads  # the reads of these boxes
-    stage: Stage  # the rounds that exchange them; none for what no other process needs
+    stage: Stage  # the rounds that exchange them; none for what is not exchanged
+
+    def received_bytes(self, process: int) -> int:
+        """Bytes that the devices of a process get from others."""
+        return sum(step.received_bytes(process) for step in self.stage)
 
 
 def steps_of(
-    catalog: Catalog, leaves: Sequence[ResolvedLeaf], shards: ProcessShards, options: ReadOptions
+    catalog: Catalog,
+    leaves: Sequence[ResolvedLeaf],
+    shards: ProcessShards,
+    options: ReadOptions,
+    *,
+    exchange: bool,
 ) -> list[ExchangeStep]:
-    """Divides what a process reads into steps; what no other process needs comes last."""
-    stages = _stages(catalog, leaves, shards, options) if options.replicated == "read_once" else []
+    """Divides what a process reads into steps; what is not exchanged comes last."""
+    stages = _stages(catalog, leaves, shards, options) if exchange else []
     budget = options.memory_budget_bytes
     shards_of = functools.lru_cache(None)(AddressableShards.private)
     steps = []
@@ -104,11 +136,13 @@ def steps_of(
 def _stages(
     catalog: Catalog, leaves: Sequence[ResolvedLeaf], shards: ProcessShards, options: ReadOptions
 ) -> list[Stage]:
+    profile = options.profile(catalog.storage.kind)
     limits = ExchangeLimits(
         round_bytes=-(-options.memory_budget_bytes // _ROUNDS_IN_BUDGET),
         stage_bytes=options.memory_budget_bytes // _STAGES_IN_BUDGET,
-        gap_bytes=options.profile(catalog.storage.kind).max_gap_bytes,
+        gap_bytes=profile.max_gap_bytes,
     )
+    platforms = set()
     tied: dict[object, list[ResolvedLeaf]] = {}  # the same values in the same places
     for leaf in leaves:
         values = leaf.region.values_key or leaf.number
@@ -124,6 +158,7 @@ def _stages(
         strides = None if replicas is None else source.strides(replicas.boxes[0])
         if replicas is None or strides is None:
             continue
+        platforms.add(_platform(sharding_of(placement)))
         is_plain = isinstance(placement, Sharding) and _is_default_memory(placement)
         is_direct = is_plain and stays_on_devices(dtype)
         key = (id(replicas), source.shape, strides, dtype.itemsize, is_direct)
@@ -138,7 +173,19 @@ def _stages(
         numbers = tuple(other.number for other in others)
         place = leaf.number, replicas, dtype, is_direct, source.place, strides
         shared.append(SharedLeaf(*place, cut_axes, numbers))
-    return plan_exchange(shared, limits)
+    rates = None
+    if options.replicated == "auto" and shared:
+        exchange = exchange_profile(min(platforms))
+        rates = ExchangeRates(HostRate.of(profile, catalog.storage.kind), exchange)
+    return plan_exchange(shared, limits, rates)
+
+
+def _platform(sharding: Sharding) -> str:
+    """The platform of a sharding's devices, as JAX names it; of an abstract one none."""
+    if is_abstract(sharding):
+        return ""
+    device: Any = next(iter(sharding.device_set))
+    return str(device.platform)
 
 
 def _is_default_memory(sharding: Sharding) -> bool:

@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.parse
 import weakref
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, Self
@@ -29,7 +30,7 @@ SILENCE_SECONDS = 15.0  # longer than any thread of a live process is kept from 
 _WAIT_SECONDS = 5.0  # a wait in the store cannot be interrupted
 _KEPT_GROUPS = 64  # no process is so many operations behind another
 
-_counts: Counter[tuple[str, str]] = Counter()  # by purpose and name
+_counts: Counter[tuple[str, str, str]] = Counter()  # by purpose, processes and name
 _finished: deque[str] = deque()
 _counts_lock = threading.Lock()
 
@@ -116,32 +117,35 @@ class _Statement(NamedTuple):
 class ProcessGroup:
     """The processes of one operation; a step waits `timeout_seconds` for all of them.
 
-    Operations of one `name` and `purpose`, a verb, have the same order on all processes. A single
-    process needs no `store`. `number` counts these operations from 1, the same on all processes.
+    `processes` are all numbers below a count, or some. Operations of one `name`, `purpose` (a verb)
+    and `processes` have the same order on all of them; `number` counts these from 1. A single
+    process needs no `store`.
     """
 
     def __init__(
         self,
         name: str,
         process_index: int,
-        process_count: int,
+        processes: int | Sequence[int],
         store: KeyValueStore | None,
         timeout_seconds: float,
         *,
         purpose: str = "save",
     ) -> None:
         self.process_index = process_index
-        self.process_count = process_count
+        self._processes = tuple(range(processes) if isinstance(processes, int) else processes)
+        self.process_count = len(self._processes)
         self._name = name
-        self._store = store if process_count > 1 else None
+        self._store = store if self.process_count > 1 else None
         self._timeout_seconds = timeout_seconds
         self._purpose = purpose
-        with _counts_lock:
-            _counts[purpose, name] += 1
-            self.number = _counts[purpose, name]
         # Text without slashes, of any path.
         place = urllib.parse.quote(name, safe="", errors="surrogateescape")
-        self._key = f"{_PREFIX}/{purpose}/{self.number}/{place}"
+        members = f"{zlib.crc32(repr(self._processes).encode()):08x}"
+        with _counts_lock:
+            _counts[purpose, members, name] += 1
+            self.number = _counts[purpose, members, name]
+        self._key = f"{_PREFIX}/{purpose}/{members}/{self.number}/{place}"
         self._step = 0
         self._failed = False
         self._announced = -1
@@ -167,7 +171,7 @@ class ProcessGroup:
 
     @property
     def is_leader(self) -> bool:
-        return self.process_index == 0
+        return self.process_index == self._processes[0]
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -214,7 +218,7 @@ class ProcessGroup:
         except BaseException as problem:
             if self.is_leader:
                 with contextlib.suppress(Exception):  # the error itself is what counts
-                    self._announce(self._store, step, _Statement.of(0, problem))
+                    self._announce(self._store, step, _Statement.of(self.process_index, problem))
             self.fail(error or problem)  # for instance an interrupt, which others do not know of
             if error is not None and not isinstance(error, PeerError):
                 raise error from None
@@ -341,7 +345,7 @@ class ProcessGroup:
                 failure = _first_failure(statements, follows=True)
                 return failure or _disagreement(statements, self._purpose)
             if time.monotonic() > deadline:
-                missing = {*range(self.process_count)} - {s.process for s in statements}
+                missing = {*self._processes} - {s.process for s in statements}
                 raise PeerError(
                     f"processes {sorted(missing)} did not finish {doing}"
                     f" within {self._timeout_seconds:g} s",
@@ -365,7 +369,8 @@ class ProcessGroup:
                 if left_seconds > 0:
                     continue
                 raise PeerError(
-                    f"process 0 did not finish {doing} within {self._timeout_seconds:g} s",
+                    f"process {self._processes[0]} did not finish {doing}"
+                    f" within {self._timeout_seconds:g} s",
                     file=self._name,
                 ) from error
 

@@ -94,9 +94,10 @@ def make_groups(
 ) -> list[ProcessGroup]:
     """One group a process. Each process counts its operations; threads share the counter."""
     groups = []
-    before = process_group._counts["save", name]
+    before = process_group._counts.copy()
     for process in range(count):
-        process_group._counts["save", name] = before
+        process_group._counts.clear()
+        process_group._counts.update(before)
         groups.append(ProcessGroup(name, process, count, store, timeout_seconds))
     return groups
 
@@ -325,7 +326,9 @@ def test_processes_match_by_what_may_be_shown_of_a_path(store, monkeypatch):
     options = osl.ReadOptions(replicated="read_once", timeout_seconds=0.1)
     with (
         pytest.raises(osl.PeerError) as caught,
-        replica_exchange.load_group("https://me:hunter2@host/model?sig=hunter2", options) as group,
+        replica_exchange.load_group(
+            "https://me:hunter2@host/model?sig=hunter2", None, options
+        ) as group,
     ):
         group.barrier("a step")
     assert caught.value.file == "https://host/model"

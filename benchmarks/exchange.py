@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Compares the ways to load what several processes need, with real processes.
+
+    python benchmarks/exchange.py --json exchange.json      "auto" against both fixed choices
+    python benchmarks/exchange.py --processes 4 --only far:columns
+
+Each case is loaded from local files (page-cached), and from a server with a latency and a bandwidth
+for each stream ("far"). All processes share this machine, and a load counts as long as its slowest
+process. Programs of XLA are compiled anew for each load, as in a program that loads once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+from exchange_child import LARGEST
+
+HERE = Path(__file__).resolve().parent
+CASES = [
+    "replicated",
+    "partly",
+    "columns",
+    "partly-columns",
+    "2d",
+    "mapped",
+    "mixed",
+    "dim0",
+    "tiny",
+]
+STORAGES = {"local": None, "far": (0.02, 4e6), "slow": (0.05, 1e6)}
+"""Latency in seconds, and bytes a second of a stream."""
+STREAMS = 8
+MOST = 1.05
+
+
+def make(folder: Path, megabytes: float) -> None:
+    """Makes the checkpoints that are missing: one of layers, and one of tiny tensors."""
+    rng = np.random.default_rng(0)
+    layers = max(1, round(megabytes * 1e6 / (2 * 3.5 * LARGEST * 1024)))
+    shapes = {
+        f"layers.{layer}.{name}": shape
+        for layer in range(layers)
+        for name, shape in {
+            "up": (LARGEST, 1024),
+            "down": (1024, LARGEST),
+            "out": (1024, 1024),
+            "norm": (1024,),
+        }.items()
+    }
+    small = {f"layers.{number}.bias": (1024,) for number in range(2000)}
+    for name, tensors in {"layers": shapes, "tiny": small}.items():
+        file = folder / f"{name}-{megabytes:g}" / "model.safetensors"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            made = {key: rng.integers(0, 99, of).astype(np.int16) for key, of in tensors.items()}
+            safetensors.numpy.save_file(made, file)
+
+
+def run(
+    processes: int, loads: list[tuple[str, str, str]], options: dict[str, object], timeout: float
+) -> list[tuple[float, float]]:
+    """For each load the seconds of the slowest process, and the bytes that all read."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    fixed = {"coordinator": address, "processes": processes, "devices": 2}
+    children = []
+    for process in range(processes):
+        job = json.dumps({**fixed, "process": process, "loads": loads, "options": options})
+        command = [sys.executable, str(HERE / "exchange_child.py"), job]
+        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [child.communicate(timeout=timeout)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    each = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return [(max(s for s, _ in of), sum(b for _, b in of)) for of in zip(*each, strict=True)]
+
+
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """For each case the seconds of each choice, and the bytes read over the checkpoint's."""
+    make(options.dir, options.megabytes)
+    for storage, rate in STORAGES.items():
+        cases = [case for case in CASES if _chosen(options, f"{storage}:{case}")]
+        if not cases:
+            continue
+        server = None
+        where, reading = f"{options.dir}", {}
+        if rate is not None:
+            command = [str(HERE / "slow_server.py"), str(options.dir), *map(str, rate)]
+            server = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+            assert server.stdout is not None
+            where = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            reading = {
+                "concurrency": STREAMS,
+                "latency_seconds": {"https": rate[0]},
+                "bandwidth_bytes_per_second": {"https": rate[1]},
+            }
+        try:
+            for processes in options.processes:
+                loads = []
+                for case in cases:
+                    name = "tiny" if case == "tiny" else "layers"
+                    path = f"{where}/{name}-{options.megabytes:g}"
+                    loads += [(path, case, choice) for choice in options.choices]
+                turns = loads * options.repeat
+                figures = run(processes, [*loads[:1], *turns], reading, options.timeout)[1:]
+                times: dict[str, dict[str, list[float]]] = collections.defaultdict(
+                    lambda: collections.defaultdict(list)
+                )
+                for (_, case, choice), (seconds, nbytes) in zip(turns, figures, strict=True):
+                    times[case][choice].append(seconds)
+                    times[case][f"{choice} bytes"].append(nbytes)
+                for case, of_case in times.items():
+                    yield f"{storage}:{case}:{processes}", of_case
+        finally:
+            if server is not None:
+                server.kill()
+
+
+def _chosen(options: argparse.Namespace, name: str) -> bool:
+    return not options.only or any(name.startswith(word) for word in options.only)
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()) / "osl-exchange")
+    parser.add_argument("--only", action="append", default=[], metavar="STORAGE[:CASE]")
+    parser.add_argument("--choices", nargs="+", default=["each", "read_once", "auto"])
+    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--megabytes", type=float, default=60)
+    parser.add_argument("--timeout", type=float, default=3600)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = {}
+    print("| case | " + " | ".join(f"{c} s (MB)" for c in options.choices) + " | auto / better |")
+    print("|---" * (len(options.choices) + 2) + "|")
+    for name, of_case in measure(options):
+        rows[name] = of_case
+        medians = {choice: statistics.median(of_case[choice]) for choice in options.choices}
+        cells = [
+            f"{medians[choice]:.3f} ({of_case[f'{choice} bytes'][0] / 1e6:,.0f})"
+            for choice in options.choices
+        ]
+        ratio = medians.get("auto", np.nan) / min(
+            seconds for choice, seconds in medians.items() if choice != "auto"
+        )
+        mark = f"{ratio:.2f}" if ratio <= MOST else f"**{ratio:.2f}**"
+        print(f"| {name} | {' | '.join(cells)} | {mark} |", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Several real processes that decide by cost who reads what several of them need."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from programs import run_processes
+
+TOTAL = 2 * 64 * 96 * 4
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.standard_normal((64, 96), np.float32) for name in ("a", "b")}
+    file = tmp_path_factory.mktemp("auto") / "model.safetensors"
+    safetensors.numpy.save_file(tensors, file)
+    return str(file)
+
+
+def run(path, case, processes):
+    return run_processes("read_auto.py", processes=processes, devices=2, path=path, case=case)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_what_is_cheap_is_read_by_each_and_what_is_dear_once(path, processes):
+    results = run(path, "choice", processes)
+    read = {label: sum(result[label] for result in results) for label in results[0]}
+    assert read["near replicated"] == processes * TOTAL
+    assert read["near columns"] >= TOTAL
+    for label in ("slow replicated", "shared replicated", "slow columns", "slow rows"):
+        assert read[label] == TOTAL, label
+
+
+def test_one_process_that_loads_for_itself_waits_for_no_other(path):
+    results = run(path, "alone", 2)
+    assert results == [[TOTAL, 2, TOTAL], None]
+
+
+def test_processes_without_devices_of_the_tree_take_no_part(path):
+    results = run(path, "some", 3)
+    assert results[1] is None
+    assert results[0] + results[2] == TOTAL
+
+
+def test_a_process_that_does_not_come_is_named(path):
+    text, seconds = run(path, "missing", 2)[0]
+    assert "PeerError: processes [1] did not finish planning the load within 20 s" in text
+    assert seconds < 60
+
+
+def test_processes_that_decide_otherwise_are_told(path):
+    for text, seconds in run(path, "different", 2):
+        assert "PeerError: process 1 failed while planning the load: it has something else" in text
+        assert seconds < 60

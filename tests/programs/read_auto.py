@@ -1,0 +1,67 @@
+import jax
+
+
+def main(path, case):
+    """Load as `case` says; return the bytes read by each load, or the error and its seconds."""
+    import time
+
+    import numpy as np
+    import safetensors
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+    import orbax_safetensors_layout as osl
+
+    process = jax.process_index()
+    with safetensors.safe_open(path, "numpy") as file:
+        expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    read = []
+    jax.monitoring.register_scalar_listener(
+        lambda event, value, **_: event.endswith("safetensors/bytes_read") and read.append(value)
+    )
+
+    def tree(spec, processes=None):
+        devices = [d for d in jax.devices() if processes is None or d.process_index in processes]
+        sharding = NamedSharding(Mesh(np.array(devices), ("x",)), spec)
+        return {
+            name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+            for name, value in expected.items()
+        }
+
+    def load(abstract, **options):
+        options = osl.ReadOptions(timeout_seconds=20, **options)
+        planned = osl.plan_load(path, abstract, options=options).cost()
+        read.clear()
+        loaded = osl.load(path, abstract, options=options)
+        for name, array in loaded.items():
+            for shard in array.addressable_shards:
+                part = expected[name][shard.index]
+                assert np.asarray(shard.data).tobytes() == part.tobytes(), name
+        assert [planned.read_bytes] == read, (planned, read)
+        return read[0]
+
+    slow = {"bandwidth_bytes_per_second": {"local": 1e3}}
+    shared = {"shared_bandwidth_bytes_per_second": {"local": 1e3}}
+    if case == "choice":
+        replicated, columns = tree(P()), tree(P(None, "x"))
+        return {
+            "near replicated": load(replicated),
+            "slow replicated": load(replicated, **slow),
+            "shared replicated": load(replicated, **shared),
+            "near columns": load(columns),
+            "slow columns": load(columns, latency_seconds={"local": 1e3}, **slow),
+            "slow rows": load(tree(P("x")), **slow),
+        }
+    if case == "alone":  # only this process loads, on its own devices or on the host
+        if process:
+            return None
+        return [load(tree(P(), [0]), **slow), len(osl.load(path)), load(tree(P("x"), [0]), **slow)]
+    if case == "some":  # the others have nothing of the tree, and do not load it
+        return None if process == 1 else load(tree(P(), [0, 2]), **slow)
+    began = time.monotonic()
+    try:
+        if case == "missing" and process == 1:
+            return None
+        load(tree(P()), **(slow if case == "missing" or process else {}))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "loaded"
