@@ -27,13 +27,13 @@ from .exchange_rounds import (
     Round,
     SharedLeaf,
     Stage,
-    merge_boxes,
     plan_exchange,
 )
 from .leaf_reads import LeafRead
 from .reads import ReadPlan, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads
 from .regions import ByteRegion, GatherAxis, RegionPlan, TileKey
+from .shared_leaves import SharedLeaves
 from .writes import (
     PIECES_FOLDER,
     FilePart,

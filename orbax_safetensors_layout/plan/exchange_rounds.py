@@ -10,9 +10,6 @@ small ones, packed into one buffer a column.
    each process reads from few.
 3. Rounds are joined to stages of bounded host memory.
 
-Columns of a matrix of short rows are read through the gaps between them, so N processes would read
-everything N times. Boxes that are neighbours in the rows of a file are therefore merged, read in
-contiguous parts, each by one process, and exchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import collections
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -293,55 +290,3 @@ def _packed(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Ro
     for i in range(rounds):
         lanes = tuple(map(tuple, bins[i::rounds]))
         yield Round(grid, lanes, (max(filled),), _BYTE, 0, True, False)
-
-
-def merge_boxes(
-    replicas: Replicas,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    gap_bytes: int,
-    most_elements: int | None,  # of merged boxes that pass through the host, whole
-) -> tuple[Replicas, tuple[int, ...]] | None:
-    """Merges boxes; returns the axes of which a device keeps its part. None if no gaps are read."""
-    axes = _cut_axes(replicas.boxes[0].shape, shape, strides, gap_bytes)
-    if not axes:
-        return None
-    merged: dict[Box, list[tuple[tuple[int, ...], int]]] = {}
-    for row, box in enumerate(replicas.boxes):
-        wide = box
-        for axis in axes:
-            wide = wide.along(axis, 0, shape[axis])
-        place = tuple(box.start[axis] for axis in axes)
-        merged.setdefault(wide, []).append((place, row))
-    cuts = tuple(shape[axis] // replicas.boxes[0].shape[axis] for axis in axes)
-    if any(len(rows) != math.prod(cuts) for rows in merged.values()):
-        return None  # each process holds only a part of the array
-    boxes = sorted(merged)
-    rows = [[row for _, row in sorted(merged[box])] for box in boxes]
-    old = replicas.grid
-
-    def in_turn(values: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
-        columns = (zip(*[values[row] for row in of_box], strict=True) for of_box in rows)
-        return tuple(tuple(itertools.chain.from_iterable(of_box)) for of_box in columns)
-
-    grid = ReplicaGrid(in_turn(old.devices), in_turn(old.processes), cuts)
-    if not grid.parts_processes:
-        return None
-    if most_elements is None:
-        return Replicas(tuple(boxes), grid), axes
-    uncut = Replicas(tuple(boxes), grid._replace(cuts=()))
-    return (uncut, ()) if boxes[0].size <= most_elements else None
-
-
-def _cut_axes(
-    box: Sequence[int], shape: Sequence[int], strides: Sequence[int], gap_bytes: int
-) -> tuple[int, ...]:
-    """Return the split dimensions along which a box has short gaps with the values of others."""
-    axes = []
-    rank = rank_of(strides)
-    for at, axis in enumerate(rank):
-        repeats = any(box[outer] > 1 for outer in rank[:at])
-        gap = strides[axis] * (shape[axis] - box[axis])
-        if repeats and 0 < gap <= gap_bytes:
-            axes.append(axis)
-    return tuple(axes)

@@ -22,17 +22,6 @@ from orbax_safetensors_layout.sharding import ReplicaGrid
 _BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"
 
 
-def stays_on_devices(dtype: np.dtype) -> bool:
-    """Whether bits become values of a dtype on the device; others pass through the host.
-
-    Not complex numbers, booleans, elements of less than a byte, nor of eight, which not all
-    backends take apart.
-    """
-    name = dtype.name
-    is_plain = dtype.type.__module__ == "numpy" and dtype.kind in "iuf" and dtype.itemsize <= 4
-    return is_plain or name == "bfloat16" or name.startswith("float8")
-
-
 class SendBuffer:
     """The values that the devices of this process contribute to a round."""
 

@@ -27,22 +27,20 @@ from orbax_safetensors_layout.plan import (
     Item,
     RegionReads,
     Round,
-    SharedLeaf,
+    SharedLeaves,
     Stage,
-    merge_boxes,
     plan_exchange,
 )
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup
 from orbax_safetensors_layout.sharding import (
     AddressableShards,
     ProcessShards,
-    Replicas,
     is_abstract,
     sharding_of,
 )
 
 from ._jax import DistributedStore
-from .all_gather import SendBuffer, on_host, stays_on_devices
+from .all_gather import SendBuffer, on_host
 from .array_reader import Wait
 from .leaf_builder import LeafBuilder
 from .resolve import ResolvedLeaf
@@ -147,34 +145,30 @@ def _stages(
     for leaf in leaves:
         values = leaf.region.values_key or leaf.number
         tied.setdefault((values, leaf.abstract.placement), []).append(leaf)
-    # By what arrays have in common; `shards` keeps the replicas, so an id stays its own.
-    merges: dict[tuple[object, ...], tuple[Replicas, tuple[int, ...]] | None] = {}
-    shared = []
+    # Pieces are read by those that hold them, each from files of its own.
+    shared = SharedLeaves(limits, merges=catalog.layout == "hf")
     for leaf, *others in tied.values():
         placement, source, dtype = leaf.abstract.placement, leaf.region.source, leaf.region.dtype
         if placement is None or 0 in source.shape:
             continue
-        replicas = shards.replicas(sharding_of(placement), source.shape)
+        sharding = sharding_of(placement)
+        replicas = shards.replicas(sharding, source.shape)
         strides = None if replicas is None else source.strides(replicas.boxes[0])
         if replicas is None or strides is None:
             continue
-        platforms.add(_platform(sharding_of(placement)))
-        is_plain = isinstance(placement, Sharding) and _is_default_memory(placement)
-        is_direct = is_plain and stays_on_devices(dtype)
-        key = (id(replicas), source.shape, strides, dtype.itemsize, is_direct)
-        if key not in merges and catalog.layout == "hf":
-            most = None if is_direct else limits.round_bytes // dtype.itemsize
-            merges[key] = merge_boxes(replicas, source.shape, strides, limits.gap_bytes, most)
-        # Pieces are read by those that hold them, each from files of its own.
-        merged = merges.get(key)
-        if merged is None and not replicas.grid.is_shared:
-            continue
-        replicas, cut_axes = merged or (replicas, ())
-        numbers = tuple(other.number for other in others)
-        place = leaf.number, replicas, dtype, is_direct, source.place, strides
-        shared.append(SharedLeaf(*place, cut_axes, numbers))
+        platforms.add(_platform(sharding))
+        shared.add(
+            leaf.number,
+            replicas,
+            source.shape,
+            strides,
+            dtype,
+            source.place,
+            in_device_memory=isinstance(placement, Sharding) and _is_default_memory(placement),
+            tied=tuple(other.number for other in others),
+        )
     rates = None
-    if options.replicated == "auto" and shared:
+    if options.replicated == "auto" and platforms:
         exchange = exchange_profile(min(platforms))
         rates = ExchangeRates(HostRate.of(profile, catalog.storage.kind), exchange)
     return plan_exchange(shared, limits, rates)

@@ -16,7 +16,7 @@ import numpy as np
 from orbax_safetensors_layout.geometry import Box, Ints, row_major_strides
 from orbax_safetensors_layout.options import require
 
-from .holders import AddressableShards, GlobalShards
+from .holders import AddressableShards, GlobalShards, ReplicaGrid, Replicas
 
 Spec: TypeAlias = tuple[tuple[str, ...], ...]
 """For each dimension, outermost first, the mesh axes that split it, as a `PartitionSpec` says."""
@@ -114,6 +114,15 @@ class Partition(NamedTuple):
         numbers = sorted(of_part)
         holders = tuple(tuple(of_part[number]) for number in numbers)
         return GlobalShards(tuple(self._boxes(numbers)), holders)
+
+    def replicas(self) -> Replicas:
+        """Return all boxes, ascending, with the numbers of the devices that hold each."""
+        parts = self.numbers @ np.array(row_major_strides(self.grid), np.int64)
+        count = math.prod(self.grid)
+        devices = np.argsort(parts, kind="stable").reshape(count, -1)
+        processes = devices // self.rows.shape[1]
+        of_boxes = [tuple(map(tuple, rows.tolist())) for rows in (devices, processes)]
+        return Replicas(tuple(self._boxes(range(count))), ReplicaGrid(of_boxes[0], of_boxes[1]))
 
     def _boxes(self, numbers: Ints | Sequence[int]) -> list[Box]:
         cells = np.stack(np.unravel_index(numbers, self.grid or (1,)), 1)[:, : len(self.grid)]

@@ -110,6 +110,9 @@ class ProcessShards:
         """Return the devices, or their numbers, of each box; None where their count differs."""
         key = (sharding, shape)
         if key not in self._replicas:
+            if is_abstract(sharding):
+                self._replicas[key] = self._partition(sharding, shape).replicas()
+                return self._replicas[key]
             by_box = sorted(self._holders(sharding, shape).items())
             rows = [sorted(places, key=lambda place: place[:2]) for _, places in by_box]
             devices = tuple(tuple(device for _, _, device in row) for row in rows)
@@ -137,12 +140,6 @@ class ProcessShards:
     ) -> dict[Box, list[tuple[int, int, Any]]]:
         """Return the devices that hold each box, as (process, order, device)."""
         holders: dict[Box, list[tuple[int, int, Any]]] = {}
-        if is_abstract(sharding):
-            partition = self._partition(sharding, shape)
-            for number, cell in enumerate(partition.numbers.tolist()):
-                place = (number // partition.rows.shape[1], number, number)
-                holders.setdefault(partition.box(cell), []).append(place)
-            return holders
         known: dict[int, Box] = {}  # JAX gives devices with equal indices the same tuple
         index_map: dict[Any, Any] = {**sharding.devices_indices_map(shape)}
         for device, index in index_map.items():
