@@ -72,8 +72,8 @@ def load(
 ) -> Any:
     """Loads a safetensors checkpoint; each process reads the bytes of its own shards.
 
-    There is no communication between processes, no collective and no XLA compilation, unless
-    `ReadOptions(replicated="read_once")` asks for it. Leaves are matched to tensors by their dotted
+    Processes exchange what several of them need where that takes less time than reading it again,
+    see `ReadOptions.replicated`; else there is no collective and no XLA compilation. Leaves are matched to tensors by their dotted
     key paths, so a nested tree and the flat dict of its dotted names load the same tensors.
 
     Args:
