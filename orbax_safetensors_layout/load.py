@@ -73,8 +73,9 @@ def load(
     """Loads a safetensors checkpoint; each process reads the bytes of its own shards.
 
     Processes exchange what several of them need where that takes less time than reading it again,
-    see `ReadOptions.replicated`; else there is no collective and no XLA compilation. Leaves are matched to tensors by their dotted
-    key paths, so a nested tree and the flat dict of its dotted names load the same tensors.
+    see `ReadOptions.replicated`; else there is no collective and no XLA compilation. Leaves are
+    matched to tensors by their dotted key paths, so a nested tree and the flat dict of its dotted
+    names load the same tensors.
 
     Args:
         path: A `.safetensors` file, or a folder of them with or without an index file; also as a
