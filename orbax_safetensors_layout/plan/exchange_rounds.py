@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.geometry import Box, replaced
+from orbax_safetensors_layout.geometry import Box, Ints, replaced
 from orbax_safetensors_layout.options import ExchangeProfile
 from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT, batches
 from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
@@ -117,6 +117,15 @@ class Round(NamedTuple):
     def received_bytes(self, process: int) -> int:
         """Bytes that the devices of a process get from others."""
         return len(self.grid.slots(process)) * (self.gathered_bytes - self.slot_bytes)
+
+    def column_bytes(self, leaves: Mapping[int, SharedLeaf]) -> Ints:
+        """Return the bytes that each device of a column reads, in each row; leaves by number."""
+        of_lanes = [sum(leaves[item.leaf].box_bytes for item in lane) for lane in self.lanes]
+        extent, length = self.part_shape[self.axis], self.shape[self.axis]
+        bounds = np.minimum(np.arange(self.parts + 1) * extent, length)
+        shares = np.diff(bounds) if self.parts > 1 else np.array([1])
+        each = np.array(of_lanes, np.int64) // (length if self.parts > 1 else 1)
+        return (each[:, None] * shares).reshape(-1)
 
     def fragments(self, process: int) -> Iterator[Fragment]:
         """Yields the boxes that a process reads for the round, device by device."""
