@@ -30,7 +30,7 @@ class StorageProfile:
     concurrency: int  # requests in flight at once
     cached_concurrency: int | None = None  # the same for files in the host's page cache
     least_request_bytes: int = 1 * MIB  # long ranges are split no further
-    shared_bytes_per_second: float = math.inf  # of all hosts together
+    shared_bytes_per_second: float = 25e9  # of all hosts together
 
     @property
     def max_gap_bytes(self) -> int:
@@ -119,7 +119,7 @@ class ExchangeProfile(NamedTuple):
 EXCHANGES: Mapping[str, ExchangeProfile] = {
     "cpu": ExchangeProfile(bytes_per_second=2e8, round_seconds=0.02, program_seconds=0.5),
 }
-_ACCELERATOR = ExchangeProfile(bytes_per_second=3e9, round_seconds=0.005, program_seconds=0.5)
+_ACCELERATOR = ExchangeProfile(bytes_per_second=3e9, round_seconds=0.002, program_seconds=0.2)
 
 
 def exchange_profile(platform: str) -> ExchangeProfile:

@@ -24,7 +24,7 @@ from orbax_safetensors_layout.options import (
 from orbax_safetensors_layout.plan import (
     ClusterPlan,
     ClusterTensor,
-    Cost,
+    Exchange,
     HostRate,
     LeafCost,
     PlannedShares,
@@ -106,7 +106,7 @@ def estimate(
         entries, kind = catalog.all_entries(), catalog.storage.kind
         profile = options.profile(kind)
         if mapping is None and abstract is None and catalog.layout == "hf":
-            shares = _plan_tensors(path, entries, mesh, rules, profile, options)
+            shares = _plan_tensors(path, entries, mesh, rules, profile, kind, options)
         else:
             from .tree_estimate import plan_tree
 
@@ -141,6 +141,7 @@ def _plan_tensors(
     mesh: MeshShape,
     rules: Sequence[ShardingRule],
     profile: StorageProfile,
+    kind: str,
     options: ReadOptions,
 ) -> PlannedShares:
     placer = ShardingRules(rules, mesh)
@@ -153,6 +154,7 @@ def _plan_tensors(
         mesh,
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
+        exchange=None if options.replicated == "each" else Exchange.of(options, kind, ""),
     )
     numbers = zip(entries, cluster.class_of, strict=True)
     return PlannedShares(
@@ -183,7 +185,7 @@ def _process_parameters(cluster: ClusterPlan, parameters: dict[str, int]) -> tup
 
 def _leaf_costs(cluster: ClusterPlan) -> tuple[LeafCost, ...]:
     worst = []
-    for tensor_class in cluster.classes:
+    for number, tensor_class in enumerate(cluster.classes):
         (entry, spec), costs = tensor_class.first, []
         for shards in tensor_class.shard_classes:
             read = sum(alone.read_bytes for alone in shards.requests)
@@ -192,6 +194,8 @@ def _leaf_costs(cluster: ClusterPlan) -> tuple[LeafCost, ...]:
             needed = sum(region.read.runs.total_bytes for region in regions)
             costs.append((read, count, needed))
         read, count, needed = max(costs, default=(0, 0, 0))
+        if number in cluster.exchanged:
+            read, count = entry.nbytes // cluster.holders(tensor_class)[1], 1
         worst.append((entry.shape, entry.dtype.code, spec, needed, read, count))
     members = zip(cluster.leaves, cluster.class_of, strict=True)
     return tuple(LeafCost(leaf.entry.name, *worst[number]) for leaf, number in members)

@@ -62,6 +62,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a host with all its streams, for the estimated time; default: local files one"
         " stream's, else all streams', at most 25 Gbit/s",
     )
+    add(
+        "--shared-bandwidth",
+        type=argument(parse_size),
+        help="of the storage, for all hosts together; default: no limit",
+    )
+    add(
+        "--replicated",
+        choices=["auto", "each", "read_once"],
+        default="auto",
+        help="who reads what several hosts need: each of them, one of them (an exchange follows), or"
+        " what takes less time",
+    )
     add_memory_budget(parser)
     add("--top", type=int, default=5, help="how many costly tensors to name")
     add(
@@ -132,7 +144,8 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
     if parsed.mapping and parsed.abstract:
         raise ValueError("--mapping and --abstract exclude each other")
     with Catalog.open(parsed.path) as catalog:
-        kind, bandwidth = catalog.storage.kind, parsed.bandwidth
+        kind = catalog.storage.kind
+    bandwidth, shared = parsed.bandwidth, parsed.shared_bandwidth
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
     loading = estimate(
         parsed.path,
@@ -145,6 +158,8 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
             memory_budget_bytes=parsed.memory_budget_bytes,
             latency_seconds={} if parsed.latency is None else {kind: parsed.latency},
             bandwidth_bytes_per_second={} if bandwidth is None else {kind: float(bandwidth)},
+            shared_bandwidth_bytes_per_second={} if shared is None else {kind: float(shared)},
+            replicated=parsed.replicated,
         ),
         host_bandwidth=parsed.host_bandwidth,
     )

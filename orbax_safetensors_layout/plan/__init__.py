@@ -11,17 +11,16 @@ from .array_source import (
 from .cluster import (
     ClusterPlan,
     ClusterTensor,
-    Coverage,
     PlannedShares,
-    coverage,
     plan_cluster,
     plan_cluster_writes,
 )
 from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
 from .cost import Cost, HostRate, LeafCost
+from .coverage import Coverage, coverage
 from .exchange_rounds import (
+    Exchange,
     ExchangeLimits,
-    ExchangeRates,
     Fragment,
     Item,
     Round,

@@ -13,22 +13,22 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import fnmatch
 import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from orbax_safetensors_layout.format import NewTensor, TensorEntry, lay_out, piece_file_prefix
 from orbax_safetensors_layout.geometry import Ints, row_major_strides
 from orbax_safetensors_layout.options import StorageProfile, WriteOptions
 from orbax_safetensors_layout.sharding import GlobalShards, MeshShape, Partition, Placed, Spec
 
+from .cluster_exchange import plan_cluster_exchange
 from .coalesce import Request, SmallRequest, requests_of
 from .cost import Cost, LeafCost
+from .exchange_rounds import Exchange
 from .leaf_reads import LeafRead
 from .planner import RegionPlanner
 from .reads import held_bytes, staging_bytes
@@ -83,11 +83,19 @@ class ClusterPlan:
     class_of: tuple[int, ...]  # for each leaf the number of its class
     files: tuple[_ClusterFile, ...]
     distinct: Ints  # for each process the number of its cost in `costs`
-    costs: tuple[Cost, ...]  # the costs of processes that differ
+    costs: tuple[Cost, ...]  # the costs of processes that differ, without what is exchanged
+    exchanged: frozenset[int]  # numbers of the classes that one process reads for all
+    exchange_costs: tuple[Cost, ...]  # of all processes, if anything is exchanged
 
     def cost(self, process: int) -> Cost:
-        """Return the cost of one process, equal to its `ReadPlan.cost`."""
-        return self.costs[int(self.distinct[process])]
+        """Return the cost of one process, equal to its `ReadPlan.cost` where each reads."""
+        alone = self.costs[int(self.distinct[process])]
+        return alone + self.exchange_costs[process] if self.exchange_costs else alone
+
+    def holders(self, tensor_class: TensorClass) -> tuple[Ints, int]:
+        """Return the processes that hold tensors of a class, as in `costs`, and how many it are."""
+        of_costs = np.concatenate([shards.processes for shards in tensor_class.shard_classes])
+        return of_costs, int(np.isin(self.distinct, of_costs).sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +118,12 @@ def plan_cluster(
     *,
     profile: StorageProfile,
     memory_budget_bytes: int,
+    exchange: Exchange | None = None,
 ) -> ClusterPlan:
-    """Plan the reads of all processes, for devices with memory of their own."""
+    """Plan the reads of all processes, for devices with memory of their own.
+
+    With `exchange` what several need is read once, as it says.
+    """
     keys = [(leaf.entry.shape, leaf.entry.dtype.code, leaf.spec) for leaf in leaves]
     counts = collections.Counter(keys)  # in the order of the first tensors
     numbers = {key: number for number, key in enumerate(counts)}
@@ -134,9 +146,33 @@ def plan_cluster(
     for tensors in by_file.values():
         tensors.sort(key=lambda item: item[0].start)
     files = tuple(sorted(by_file.items()))
-    costs = _read_costs(classes, files, len(chosen), profile, memory_budget_bytes)
     class_of = tuple(numbers[key] for key in keys)
-    return ClusterPlan(tuple(leaves), tuple(classes), class_of, files, distinct, costs)
+    exchanged: set[int] = set()
+    exchange_costs: tuple[Cost, ...] = ()
+    if exchange is not None:
+        replicas = [partition.replicas() for partition in partitions]
+        exchanged, exchange_costs = plan_cluster_exchange(
+            [leaf.entry for leaf in leaves],
+            class_of,
+            replicas,
+            exchange,
+            mesh.processes,
+            profile.request_bytes,
+        )
+    alone = [of_class for n, of_class in enumerate(classes) if n not in exchanged]
+    kept = {id(of_class) for of_class in alone}
+    rest = [(file, [pair for pair in pairs if id(pair[1]) in kept]) for file, pairs in files]
+    costs = _read_costs(alone, rest, len(chosen), profile, memory_budget_bytes)
+    return ClusterPlan(
+        tuple(leaves),
+        tuple(classes),
+        class_of,
+        files,
+        distinct,
+        costs,
+        frozenset(exchanged),
+        exchange_costs,
+    )
 
 
 def _distinct(partitions: Sequence[Partition], processes: int) -> tuple[Ints, Ints]:
@@ -322,67 +358,3 @@ def _write_costs(plan: WritePlan, metadata: dict[str, str]) -> tuple[Cost, ...]:
         Cost(tensors=t, needed_bytes=n, read_bytes=r, written_bytes=w, files=f)
         for t, n, r, w, f in columns
     )
-
-
-class Coverage(NamedTuple):
-    """The share of each bin of the concatenated files that each process reads."""
-
-    read: npt.NDArray[np.float64]  # [processes, bins] the share of a bin's bytes that is read
-    needed: npt.NDArray[np.float64]  # [processes, bins] the share that the shards consist of
-    edges: tuple[tuple[str, int], ...]  # name and first byte of each file
-    tensors: tuple[tuple[str, int, int], ...]  # name, first byte and length of each tensor
-    total_bytes: int  # bytes of all files' tensors
-
-
-def coverage(
-    cluster: ClusterPlan, processes: Sequence[int], bins: int, *, files: str = "*"
-) -> Coverage:
-    """Return the coverage of the files of a glob; runs count as evenly over their span."""
-    chosen = [
-        (file, tensors)
-        for file, tensors in cluster.files
-        if fnmatch.fnmatchcase(file.rpartition("/")[2], files)
-    ]
-    distinct, rows = np.unique(cluster.distinct[list(processes)], return_inverse=True)
-    row_of = np.full(len(cluster.costs), -1)
-    row_of[distinct] = np.arange(len(distinct))
-    total = sum(entry.nbytes for _, tensors in chosen for entry, _ in tensors)
-    width = max(total, 1) / bins
-    read, needed = np.zeros((2, len(distinct), bins))
-    edges, places = [], []
-    at = 0
-    for file, tensors in chosen:
-        edges.append((file, at))
-        for entry, tensor_class in tensors:
-            for shards in tensor_class.shard_classes:
-                row = row_of[shards.processes]
-                own_rows = np.flatnonzero(row >= 0)
-                for alone in shards.requests:
-                    request = alone.request
-                    start = at + request.start + shards.shift[own_rows]
-                    span = request.added_bytes + request.read.requests.stop
-                    _add_bytes(read, row[own_rows], start, span, alone.read_bytes, width)
-                    _add_bytes(needed, row[own_rows], start, span, request.needed_bytes, width)
-            places.append((entry.name, at, entry.nbytes))
-            at += entry.nbytes
-    rows = rows.reshape(-1)
-    return Coverage(
-        (read / width)[rows], (needed / width)[rows], tuple(edges), tuple(places), total
-    )
-
-
-def _add_bytes(
-    shares: npt.NDArray[np.float64], row: Ints, start: Ints, span: int, nbytes: int, width: float
-) -> None:
-    """Adds `nbytes` to the bins of `width` bytes that `span` bytes from each `start` on overlap."""
-    if not span or not len(row):
-        return
-    first, last = start / width, (start + span) / width
-    most = shares.shape[1] - 1
-    low, high = np.minimum(first.astype(int), most), np.minimum(last.astype(int), most)
-    density = nbytes / span * width
-    for step in range(int((high - low).max()) + 1):
-        number = np.minimum(low + step, high)
-        inside = np.minimum(last, number + 1) - np.maximum(first, number)
-        weight = np.where(low + step <= high, np.maximum(inside, 0.0), 0.0)
-        np.add.at(shares, (row, number), weight * density)

@@ -18,12 +18,17 @@ import collections
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from orbax_safetensors_layout.geometry import Box, Ints, replaced
-from orbax_safetensors_layout.options import ExchangeProfile
+from orbax_safetensors_layout.options import (
+    ExchangeProfile,
+    ReadOptions,
+    StorageProfile,
+    exchange_profile,
+)
 from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT, batches
 from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
 
@@ -35,6 +40,8 @@ _MOST_LANES = 64  # arrays that one program makes
 _MANY_ROUNDS = 8  # of which one may leave most processes without work
 _MOST_IDLE = 1.1  # columns that a split may need for the work of one
 _MOST_PROGRAMS = 2  # of the rounds of one group
+_ROUNDS_IN_BUDGET = 8
+_STAGES_IN_BUDGET = 4
 
 
 class SharedLeaf(NamedTuple):
@@ -49,6 +56,10 @@ class SharedLeaf(NamedTuple):
     cut_axes: tuple[int, ...] = ()  # the dimensions along which several boxes are merged
     # Leaves with equal values in the same places, for each of which these are exchanged again.
     tied: tuple[int, ...] = ()
+    # Where gaps between its rows are too long to read through: the share of a box that a process
+    # reads by itself, and the requests that it takes.
+    share: float = 1.0
+    requests: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,14 +129,14 @@ class Round(NamedTuple):
         """Bytes that the devices of a process get from others."""
         return len(self.grid.slots(process)) * (self.gathered_bytes - self.slot_bytes)
 
-    def column_bytes(self, leaves: Mapping[int, SharedLeaf]) -> Ints:
-        """Return the bytes that each device of a column reads, in each row; leaves by number."""
-        of_lanes = [sum(leaves[item.leaf].box_bytes for item in lane) for lane in self.lanes]
-        extent, length = self.part_shape[self.axis], self.shape[self.axis]
-        bounds = np.minimum(np.arange(self.parts + 1) * extent, length)
-        shares = np.diff(bounds) if self.parts > 1 else np.array([1])
-        each = np.array(of_lanes, np.int64) // (length if self.parts > 1 else 1)
-        return (each[:, None] * shares).reshape(-1)
+    def column_bytes(self, box_bytes: Mapping[int, int]) -> Ints:
+        """Return the bytes that the devices of each column read, of boxes of leaves of a size."""
+        lanes = np.array([sum(box_bytes[item.leaf] for item in lane) for lane in self.lanes])
+        if self.parts == 1:
+            return lanes
+        length = self.shape[self.axis]
+        bounds = np.minimum(np.arange(self.parts + 1) * self.part_shape[self.axis], length)
+        return (lanes[:, None] * np.diff(bounds) // length).reshape(-1)
 
     def fragments(self, process: int) -> Iterator[Fragment]:
         """Yields the boxes that a process reads for the round, device by device."""
@@ -154,6 +165,12 @@ class ExchangeLimits(NamedTuple):
     stage_bytes: int  # host bytes that a process may read before they are exchanged
     gap_bytes: int  # the longest gap that is read through
 
+    @classmethod
+    def of(cls, profile: StorageProfile, memory_budget_bytes: int) -> Self:
+        round_bytes = -(-memory_budget_bytes // _ROUNDS_IN_BUDGET)
+        stage_bytes = memory_budget_bytes // _STAGES_IN_BUDGET
+        return cls(round_bytes, stage_bytes, profile.max_gap_bytes)
+
 
 class ExchangeRates(NamedTuple):
     """The rates by which reading alone is compared with an exchange; the same on all processes."""
@@ -168,11 +185,29 @@ class ExchangeRates(NamedTuple):
         boxes = max(collections.Counter(itertools.chain.from_iterable(holders)).values())
         nbytes = sum(leaf.box_bytes for leaf in leaves)
         share = grid.most_slots / grid.columns
-        alone = self.storage.read_seconds(nbytes * boxes, nbytes * sum(map(len, holders)))
         once = self.storage.read_seconds(nbytes * share, nbytes * len(holders))
+        nbytes = sum(leaf.box_bytes * leaf.share for leaf in leaves)
+        alone = self.storage.read_seconds(nbytes * boxes, nbytes * sum(map(len, holders)))
+        alone += self.storage.request_seconds * boxes * sum(leaf.requests for leaf in leaves)
         gathered = sum(step.gathered_bytes for step in rounds) * grid.most_slots
         programs = min(len(rounds), _MOST_PROGRAMS)
         return alone > once + self.exchange.seconds(gathered, len(rounds), programs)
+
+
+class Exchange(NamedTuple):
+    """How processes exchange what several need."""
+
+    limits: ExchangeLimits
+    rates: ExchangeRates | None  # without them all that can be is exchanged
+
+    @classmethod
+    def of(cls, options: ReadOptions, kind: str, platform: str) -> Self:
+        """Return that of a load from a storage class to devices of a platform."""
+        profile = options.profile(kind)
+        limits = ExchangeLimits.of(profile, options.memory_budget_bytes)
+        if options.replicated == "read_once":
+            return cls(limits, None)
+        return cls(limits, ExchangeRates(HostRate.of(profile, kind), exchange_profile(platform)))
 
 
 def plan_exchange(

@@ -9,26 +9,36 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
 
-from .exchange_rounds import ExchangeLimits, SharedLeaf, rank_of
+from .exchange_rounds import Exchange, SharedLeaf, rank_of
+
+
+class _Merged(NamedTuple):
+    """Boxes of which devices keep their parts; the last three as in `SharedLeaf`."""
+
+    replicas: Replicas
+    cut_axes: tuple[int, ...] = ()
+    share: float = 1.0
+    requests: int = 0
 
 
 class SharedLeaves:
-    """The leaves of a load that an exchange may take; `merges` columns."""
+    """The leaves of a load that an exchange may take; with `merges` also columns."""
 
-    def __init__(self, limits: ExchangeLimits, *, merges: bool) -> None:
-        self._limits = limits
+    def __init__(self, exchange: Exchange, *, merges: bool) -> None:
+        self._exchange = exchange
         self._merges = merges
         self._leaves: list[SharedLeaf] = []
-        # By what arrays have in common; the key keeps the replicas, so an id stays its own.
-        self._merged: dict[tuple[object, ...], tuple[Replicas, Any]] = {}
+        # By what arrays have in common; the value keeps the replicas, so an id stays its own.
+        self._merged: dict[tuple[object, ...], tuple[Replicas, _Merged | None]] = {}
 
     def __iter__(self) -> Iterator[SharedLeaf]:
         return iter(self._leaves)
@@ -49,15 +59,42 @@ class SharedLeaves:
         is_direct = in_device_memory and stays_on_devices(dtype)
         key = (id(replicas), shape, strides, dtype.itemsize, is_direct)
         if key not in self._merged:
-            most = None if is_direct else self._limits.round_bytes // dtype.itemsize
-            gap_bytes = self._limits.gap_bytes
-            merged = _merge_boxes(replicas, shape, strides, gap_bytes, most) if self._merges else None
-            self._merged[key] = replicas, merged
+            most = None if is_direct else self._exchange.limits.round_bytes // dtype.itemsize
+            self._merged[key] = replicas, self._merge(replicas, shape, strides, most)
         _, merged = self._merged[key]
-        if merged is not None or replicas.grid.is_shared:
-            boxes, cut_axes = merged or (replicas, ())
-            leaf = SharedLeaf(number, boxes, dtype, is_direct, place, strides, cut_axes, tied)
-            self._leaves.append(leaf)
+        if merged is not None:
+            boxes, cut_axes, *alone = merged
+            fixed = number, boxes, dtype, is_direct, place, strides, cut_axes, tied
+            self._leaves.append(SharedLeaf(*fixed, *alone))
+
+    def _merge(
+        self,
+        replicas: Replicas,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        most_elements: int | None,  # of merged boxes that pass through the host, whole
+    ) -> _Merged | None:
+        """Merges boxes between whose rows are gaps that would be read, or many requests made."""
+        is_shared = replicas.grid.is_shared
+        short = self._exchange.limits.gap_bytes
+        by_cost = self._exchange.rates is not None and not is_shared
+        box = replicas.boxes[0].shape
+        for gap_bytes in [short, sys.maxsize][: self._merges + (self._merges and by_cost)]:
+            axes = _cut_axes(box, shape, strides, gap_bytes)
+            merged = _merge_boxes(replicas, shape, axes) if axes else None
+            if merged is None or not merged.grid.parts_processes:
+                continue
+            alone: tuple[float, int] = (1.0, 0)
+            if gap_bytes > short:
+                inner = min(strides[axis] for axis in axes)
+                outer = [n for n, stride in zip(box, strides, strict=True) if stride > inner]
+                alone = merged.grid.own_share, math.prod(outer)
+            if most_elements is None:
+                return _Merged(merged, axes, *alone)
+            if merged.boxes[0].size <= most_elements:
+                uncut = merged._replace(grid=merged.grid._replace(cuts=()))
+                return _Merged(uncut, (), *alone)
+        return _Merged(replicas) if is_shared else None
 
 
 def stays_on_devices(dtype: np.dtype) -> bool:
@@ -71,17 +108,8 @@ def stays_on_devices(dtype: np.dtype) -> bool:
     return is_plain or name == "bfloat16" or name.startswith("float8")
 
 
-def _merge_boxes(
-    replicas: Replicas,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    gap_bytes: int,
-    most_elements: int | None,  # of merged boxes that pass through the host, whole
-) -> tuple[Replicas, tuple[int, ...]] | None:
-    """Merges boxes; returns the axes of which a device keeps its part. None if no gaps are read."""
-    axes = _cut_axes(replicas.boxes[0].shape, shape, strides, gap_bytes)
-    if not axes:
-        return None
+def _merge_boxes(replicas: Replicas, shape: Sequence[int], axes: Sequence[int]) -> Replicas | None:
+    """Merges boxes along axes; returns None where these are only a part of the array."""
     merged: dict[Box, list[tuple[tuple[int, ...], int]]] = {}
     for row, box in enumerate(replicas.boxes):
         wide = box
@@ -91,22 +119,16 @@ def _merge_boxes(
         merged.setdefault(wide, []).append((place, row))
     cuts = tuple(shape[axis] // replicas.boxes[0].shape[axis] for axis in axes)
     if any(len(rows) != math.prod(cuts) for rows in merged.values()):
-        return None  # each process holds only a part of the array
+        return None
     boxes = sorted(merged)
     rows = [[row for _, row in sorted(merged[box])] for box in boxes]
-    old = replicas.grid
 
     def in_turn(values: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
         columns = (zip(*[values[row] for row in of_box], strict=True) for of_box in rows)
         return tuple(tuple(itertools.chain.from_iterable(of_box)) for of_box in columns)
 
-    grid = ReplicaGrid(in_turn(old.devices), in_turn(old.processes), cuts)
-    if not grid.parts_processes:
-        return None
-    if most_elements is None:
-        return Replicas(tuple(boxes), grid), axes
-    uncut = Replicas(tuple(boxes), grid._replace(cuts=()))
-    return (uncut, ()) if boxes[0].size <= most_elements else None
+    old = replicas.grid
+    return Replicas(tuple(boxes), ReplicaGrid(in_turn(old.devices), in_turn(old.processes), cuts))
 
 
 def _cut_axes(

@@ -18,12 +18,10 @@ from jax.sharding import Sharding
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import PeerError, redact_urls
 from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.options import ReadOptions, exchange_profile
+from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan import (
-    ExchangeLimits,
-    ExchangeRates,
+    Exchange,
     Fragment,
-    HostRate,
     Item,
     RegionReads,
     Round,
@@ -34,6 +32,7 @@ from orbax_safetensors_layout.plan import (
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup
 from orbax_safetensors_layout.sharding import (
     AddressableShards,
+    Placement,
     ProcessShards,
     is_abstract,
     sharding_of,
@@ -46,8 +45,6 @@ from .leaf_builder import LeafBuilder
 from .resolve import ResolvedLeaf
 
 PLANNING, LOADING = "planning the load", "loading tensors"
-_ROUNDS_IN_BUDGET = 8
-_STAGES_IN_BUDGET = 4
 _MOST_IN_FLIGHT = 2  # rounds: one is gathered while the next is put on the devices
 _PAUSE_SECONDS = 0.001
 
@@ -134,29 +131,23 @@ def steps_of(
 def _stages(
     catalog: Catalog, leaves: Sequence[ResolvedLeaf], shards: ProcessShards, options: ReadOptions
 ) -> list[Stage]:
-    profile = options.profile(catalog.storage.kind)
-    limits = ExchangeLimits(
-        round_bytes=-(-options.memory_budget_bytes // _ROUNDS_IN_BUDGET),
-        stage_bytes=options.memory_budget_bytes // _STAGES_IN_BUDGET,
-        gap_bytes=profile.max_gap_bytes,
-    )
-    platforms = set()
+    placements = [leaf.abstract.placement for leaf in leaves]
+    platform = min({_platform(p) for p in placements if p is not None}, default="")
+    exchange = Exchange.of(options, catalog.storage.kind, platform)
     tied: dict[object, list[ResolvedLeaf]] = {}  # the same values in the same places
     for leaf in leaves:
         values = leaf.region.values_key or leaf.number
         tied.setdefault((values, leaf.abstract.placement), []).append(leaf)
     # Pieces are read by those that hold them, each from files of its own.
-    shared = SharedLeaves(limits, merges=catalog.layout == "hf")
+    shared = SharedLeaves(exchange, merges=catalog.layout == "hf")
     for leaf, *others in tied.values():
         placement, source, dtype = leaf.abstract.placement, leaf.region.source, leaf.region.dtype
         if placement is None or 0 in source.shape:
             continue
-        sharding = sharding_of(placement)
-        replicas = shards.replicas(sharding, source.shape)
+        replicas = shards.replicas(sharding_of(placement), source.shape)
         strides = None if replicas is None else source.strides(replicas.boxes[0])
         if replicas is None or strides is None:
             continue
-        platforms.add(_platform(sharding))
         shared.add(
             leaf.number,
             replicas,
@@ -167,15 +158,12 @@ def _stages(
             in_device_memory=isinstance(placement, Sharding) and _is_default_memory(placement),
             tied=tuple(other.number for other in others),
         )
-    rates = None
-    if options.replicated == "auto" and platforms:
-        exchange = exchange_profile(min(platforms))
-        rates = ExchangeRates(HostRate.of(profile, catalog.storage.kind), exchange)
-    return plan_exchange(shared, limits, rates)
+    return plan_exchange(shared, *exchange)
 
 
-def _platform(sharding: Sharding) -> str:
-    """The platform of a sharding's devices, as JAX names it; of an abstract one none."""
+def _platform(placement: Placement) -> str:
+    """The platform of the devices, as JAX names it; of an abstract mesh none."""
+    sharding = sharding_of(placement)
     if is_abstract(sharding):
         return ""
     device: Any = next(iter(sharding.device_set))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -73,6 +74,13 @@ class ReplicaGrid(NamedTuple):
         """Whether the boxes merged into one have replicas on different processes."""
         count = math.prod(self.cuts)
         return any(len({row[cut::count] for cut in range(count)}) > 1 for row in self.processes)
+
+    @property
+    def own_share(self) -> float:
+        """The share of the first merged box that a process holds, the most of any."""
+        count = math.prod(self.cuts)
+        held = {(process, n % count) for n, process in enumerate(self.processes[0])}
+        return max(collections.Counter(process for process, _ in held).values()) / count
 
     def slots(self, process: int) -> Sequence[tuple[int, int]]:
         """Return the row and column of each device of a process."""
