@@ -71,8 +71,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicated",
         choices=["auto", "each", "read_once"],
         default="auto",
-        help="who reads what several hosts need: each of them, one of them (an exchange follows), or"
-        " what takes less time",
+        help="who reads what several hosts need: each of them, or one of them, and they exchange it;"
+        " auto, the default: what takes less time",
     )
     add_memory_budget(parser)
     add("--top", type=int, default=5, help="how many costly tensors to name")

@@ -186,8 +186,8 @@ class ExchangeRates(NamedTuple):
         nbytes = sum(leaf.box_bytes for leaf in leaves)
         share = grid.most_slots / grid.columns
         once = self.storage.read_seconds(nbytes * share, nbytes * len(holders))
-        nbytes = sum(leaf.box_bytes * leaf.share for leaf in leaves)
-        alone = self.storage.read_seconds(nbytes * boxes, nbytes * sum(map(len, holders)))
+        each = sum(leaf.box_bytes * leaf.share for leaf in leaves)
+        alone = self.storage.read_seconds(each * boxes, each * sum(map(len, holders)))
         alone += self.storage.request_seconds * boxes * sum(leaf.requests for leaf in leaves)
         gathered = sum(step.gathered_bytes for step in rounds) * grid.most_slots
         programs = min(len(rounds), _MOST_PROGRAMS)

@@ -63,9 +63,9 @@ class SharedLeaves:
             self._merged[key] = replicas, self._merge(replicas, shape, strides, most)
         _, merged = self._merged[key]
         if merged is not None:
-            boxes, cut_axes, *alone = merged
-            fixed = number, boxes, dtype, is_direct, place, strides, cut_axes, tied
-            self._leaves.append(SharedLeaf(*fixed, *alone))
+            boxes, cut_axes, share, requests = merged
+            fields = number, boxes, dtype, is_direct, place, strides, cut_axes, tied
+            self._leaves.append(SharedLeaf(*fields, share, requests))
 
     def _merge(
         self,
