@@ -71,7 +71,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicated",
         choices=["auto", "each", "read_once"],
         default="auto",
-        help="who reads what several hosts need: each of them, or one of them, and they exchange it;"
+        help="who reads what several hosts need: each of them, or one, and they exchange it;"
         " auto, the default: what takes less time",
     )
     add_memory_budget(parser)
