@@ -107,7 +107,7 @@ class ExchangeProfile(NamedTuple):
     round_seconds: float
     program_seconds: float  # XLA compiles it
 
-    def seconds(self, nbytes: float, rounds: int, programs: int) -> float:
+    def seconds(self, nbytes: float, rounds: int = 0, programs: int = 0) -> float:
         """Return the time of rounds in which `nbytes` are gathered."""
         return (
             nbytes / self.bytes_per_second
@@ -122,8 +122,8 @@ EXCHANGES: Mapping[str, ExchangeProfile] = {
 _ACCELERATOR = ExchangeProfile(bytes_per_second=3e9, round_seconds=0.002, program_seconds=0.2)
 
 
-def exchange_profile(platform: str) -> ExchangeProfile:
-    """Return the cost model of the devices of a platform, as JAX names it."""
+def exchange_profile(platform: str = "") -> ExchangeProfile:
+    """Return the cost model of the devices of a platform, as JAX names it; or of accelerators."""
     return EXCHANGES.get(platform, _ACCELERATOR)
 
 

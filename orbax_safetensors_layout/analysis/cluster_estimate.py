@@ -78,7 +78,9 @@ class ClusterEstimate(PlannedShares):
         return len(self.processes) == self.mesh.processes
 
     def seconds(self) -> list[float]:
-        return [self.rate.seconds(cost) for cost in self.costs]
+        mean_bytes = sum(cost.read_bytes for cost in self.costs) / len(self.costs)
+        of_all = mean_bytes * self.mesh.processes / self.rate.shared_bytes_per_second
+        return [max(of_all, self.rate.seconds(cost)) for cost in self.costs]
 
     def costliest(self, count: int) -> list[LeafCost]:
         """Return the leaves that cost most beyond their bytes, the worst first."""

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from orbax_safetensors_layout.analysis import ClusterEstimate
+from orbax_safetensors_layout.options import exchange_profile
 from orbax_safetensors_layout.plan import Cost, LeafCost
 from orbax_safetensors_layout.runtime import count_text, number_text, seconds_text, size_text
 from orbax_safetensors_layout.sharding import spec_text
@@ -18,12 +19,17 @@ def _ratio(value: float) -> str:
     return f"{value:.2f}x"
 
 
+def _exchanged(cost: Cost) -> int:
+    return cost.exchanged_bytes
+
+
 Figure = tuple[str, Callable[[Cost], float], Callable[[float], str]]
 
 _LOAD: tuple[Figure, ...] = (
     ("bytes needed", lambda cost: cost.needed_bytes, size_text),
     ("bytes read", lambda cost: cost.read_bytes, size_text),
     ("over-read", lambda cost: cost.over_read, _ratio),
+    ("bytes exchanged", _exchanged, size_text),
     ("requests", lambda cost: cost.requests, count_text),
     ("files opened", lambda cost: cost.files, count_text),
     ("host memory, at most", lambda cost: cost.peak_host_bytes, size_text),
@@ -48,6 +54,8 @@ def comparison_text(labels: Sequence[str], estimates: Sequence[ClusterEstimate])
     """Format estimates, all of loads or all of saves, side by side: the maximum over hosts."""
     rows = [["devices, hosts", *(f"{e.mesh.devices:,}, {e.mesh.processes:,}" for e in estimates)]]
     for name, of, text in _LOAD if estimates[0].saves is None else _SAVE:
+        if of is _exchanged and not any(any(map(of, e.costs)) for e in estimates):
+            continue
         rows.append([f"{name}, a host", *(text(max(map(of, e.costs))) for e in estimates)])
         if text is not _ratio:
             totals = (_sum(e, [*map(of, e.costs)], text) for e in estimates)
@@ -76,8 +84,12 @@ def _head(estimate: ClusterEstimate) -> str:
         f"cluster  mesh {axes}: {number_text(mesh.devices, 'device')} on {hosts}",
         f"storage  {estimate.storage}: {seconds_text(profile.latency_seconds)} a request,"
         f" {profile.concurrency} at once; {size_text(profile.bandwidth_bytes_per_second)}/s a"
-        f" stream, {size_text(estimate.rate.bytes_per_second)}/s a host",
+        f" stream, {size_text(estimate.rate.bytes_per_second)}/s a host,"
+        f" {size_text(estimate.rate.shared_bytes_per_second)}/s all hosts",
     ]
+    if any(map(_exchanged, estimate.costs)):
+        rate = size_text(exchange_profile().bytes_per_second)
+        lines.append(f"exchange among devices, where that takes less time: {rate}/s a host")
     if not estimate.is_complete:
         lines.append(
             f"planned  {len(estimate.processes)} of {mesh.processes:,} hosts, evenly spread;"
@@ -110,6 +122,8 @@ def _table(estimate: ClusterEstimate) -> str:
     rows = [["parameters", *_span(values, count_text), _sum(estimate, values, count_text)]]
     for name, of, text in _LOAD if estimate.saves is None else _SAVE:
         values = [of(cost) for cost in estimate.costs]
+        if of is _exchanged and not any(values):
+            continue
         total = _sum(estimate, values, text)
         if text is _ratio:
             total = text(sum(estimate.costs, Cost()).over_read)

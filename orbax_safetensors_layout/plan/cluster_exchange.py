@@ -50,7 +50,7 @@ def plan_cluster_exchange(
             for total, each in ((read, of_column), (requests, -(-of_column // request_bytes))):
                 weights = np.broadcast_to(each, owners.shape).reshape(-1)
                 total += np.bincount(owners.reshape(-1), weights, processes).astype(np.int64)
-            exchanged += devices * (step.gathered_bytes - step.slot_bytes)
+            exchanged += devices * step.device_received_bytes
             staged += devices * step.slot_bytes
             for number, lane in enumerate(step.lanes):
                 columns = slice(number * step.parts, (number + 1) * step.parts)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import NamedTuple, Self
 
-from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.options import StorageProfile, exchange_profile
 from orbax_safetensors_layout.sharding import Spec
 
 _NETWORK_BYTES_PER_SECOND = 25e9 / 8  # all streams' rate, by default at most
@@ -94,7 +94,8 @@ class HostRate(NamedTuple):
 
     def seconds(self, cost: Cost) -> float:
         moved = cost.read_bytes + cost.written_bytes
-        return cost.requests * self.request_seconds + moved / self.bytes_per_second
+        seconds = cost.requests * self.request_seconds + moved / self.bytes_per_second
+        return seconds + exchange_profile().seconds(cost.exchanged_bytes)
 
     def read_seconds(self, nbytes: float, all_bytes: float) -> float:
         """Return the time of a read of which this host has `nbytes`, and all have `all_bytes`."""

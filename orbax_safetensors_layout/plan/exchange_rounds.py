@@ -127,7 +127,12 @@ class Round(NamedTuple):
 
     def received_bytes(self, process: int) -> int:
         """Bytes that the devices of a process get from others."""
-        return len(self.grid.slots(process)) * (self.gathered_bytes - self.slot_bytes)
+        return len(self.grid.slots(process)) * self.device_received_bytes
+
+    @property
+    def device_received_bytes(self) -> int:
+        """Bytes that a device gets from others: what it gathers but for its own piece of it."""
+        return self.gathered_bytes - self.slot_bytes // math.prod(self.grid.cuts)
 
     def column_bytes(self, box_bytes: Mapping[int, int]) -> Ints:
         """Return the bytes that the devices of each column read, of boxes of leaves of a size."""

@@ -18,7 +18,7 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis.cluster_estimate import estimate
 from orbax_safetensors_layout.cli.main import main
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan.cluster import coverage
+from orbax_safetensors_layout.plan.coverage import coverage
 from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Partition
 from orbax_safetensors_layout.sharding.sharding_rules import (
     ShardingRule,
