@@ -162,7 +162,7 @@ def begin_load(
 def _open_checked(
     path: _PathLike, abstract: Any, mapping: LeafMapping | None, options: ReadOptions
 ) -> Catalog | None:
-    if jax.process_index() in exchanging(abstract, options, jax.process_count()):
+    if jax.process_index() in exchanging(abstract, options, jax.process_count()) != (0,):
         return None  # all processes have to learn together that one has failed
     with contextlib.ExitStack() as on_error:
         catalog = on_error.enter_context(Catalog.open(path, retries=options.retries))

@@ -54,7 +54,7 @@ def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple
 
     With `"auto"` those that have devices of the tree's shardings, if they are several.
     """
-    if options.replicated == "each" or process_count == 1:
+    if options.replicated == "each":
         return ()
     everyone = tuple(range(process_count))
     if options.replicated == "read_once":
@@ -72,7 +72,7 @@ def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple
 def load_group(path: str | os.PathLike[str], abstract: Any, options: ReadOptions) -> ProcessGroup:
     """The processes that load together; this one alone, where each reads what it needs."""
     processes = exchanging(abstract, options, jax.process_count())
-    if jax.process_index() not in processes:
+    if jax.process_index() not in processes or len(processes) == 1:
         return ProcessGroup.alone()
     return ProcessGroup(
         redact_urls(os.fsdecode(path)),

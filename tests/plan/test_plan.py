@@ -97,7 +97,8 @@ def test_a_deepseek_sized_index_is_planned_from_its_headers(tmp_path):
         tree[name] = jax.ShapeDtypeStruct(
             tensor.shape, tensor.dtype, sharding=by_shape[tensor.shape]
         )
-    plan = osl.plan_load(tmp_path, tree, process_index=5, process_count=128)
+    options = osl.ReadOptions(replicated="each")
+    plan = osl.plan_load(tmp_path, tree, options=options, process_index=5, process_count=128)
     expected = 0
     for tensor in tensors.values():
         axes = by_shape[tensor.shape].spec[-1]

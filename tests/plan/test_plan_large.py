@@ -60,7 +60,7 @@ def test_in_little_memory_and_without_jax(model, name, hosts):
 def test_the_share_of_one_process_is_what_it_reads(model, name, process):
     grid = MeshShape({"fsdp": 1024, "tensor": 4}, 1024)
     rules = [ShardingRule.parse("'.*' = auto")]
-    estimated = estimate(model(name), grid, rules)
+    estimated = estimate(model(name), grid, rules, options=ReadOptions(replicated="each"))
     profile = PROFILES["local"]
     storage = RecordingStorage()
     with Catalog.open(model(name), storage=storage) as catalog:

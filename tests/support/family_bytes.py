@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from orbax_safetensors_layout.plan.reads import ReadPlan
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PROCESSES = 8
 PROCESS = 3
-MODEL = osl.ReadOptions(memory_budget_bytes=8 << 30)  # gate and up of GPT-OSS fit it together
-NO_GAPS = osl.ReadOptions(memory_budget_bytes=8 << 30, latency_seconds={"local": 0.0})
+MODEL = osl.ReadOptions(
+    replicated="each", memory_budget_bytes=8 << 30
+)  # gate and up of GPT-OSS fit it together
+NO_GAPS = dataclasses.replace(MODEL, latency_seconds={"local": 0.0})
 
 # `config.json` of the models named, with four layers; of DeepSeek-V3 three dense and one sparse.
 COMMON = {"num_hidden_layers": 4, "tie_word_embeddings": False}
