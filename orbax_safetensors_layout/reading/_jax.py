@@ -41,6 +41,13 @@ class DistributedStore:
         self._client = client
 
     @classmethod
+    def is_reachable(cls) -> bool:
+        """Whether `jax.distributed` is initialised."""
+        from jax._src import distributed
+
+        return distributed.global_state.client is not None
+
+    @classmethod
     def connect(cls) -> DistributedStore:
         """The store of this program; a `RuntimeError` if `jax.distributed` is not initialised."""
         from jax._src import distributed

@@ -52,17 +52,20 @@ _PAUSE_SECONDS = 0.001
 def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple[int, ...]:
     """The processes that load a tree together; none where each reads what it needs.
 
-    With `"auto"` those that have devices of the tree's shardings, if they are several.
+    With `"auto"` those that have devices of the tree's shardings, if they are several, and can
+    reach each other.
     """
-    if options.replicated == "each":
-        return ()
     everyone = tuple(range(process_count))
     if options.replicated == "read_once":
         return everyone
-    # A leaf that may be on devices, and says not on which, is on all.
+    if options.replicated == "each" or process_count == 1:
+        return ()
+    if process_count == jax.process_count() and not DistributedStore.is_reachable():
+        return ()
     leaves = (leaf for leaf in jax.tree.leaves(abstract) if hasattr(leaf, "sharding"))
     shardings = {getattr(leaf.sharding, "sharding", leaf.sharding) for leaf in leaves}
-    if any(sharding is None or is_abstract(sharding) for sharding in shardings):
+    # A leaf that may be on devices, and says not on which, is on all.
+    if any(not isinstance(s, Sharding) or is_abstract(s) for s in shardings):
         return everyone
     devices = set().union(*(sharding.device_set for sharding in shardings))
     processes = sorted({device.process_index for device in devices})
