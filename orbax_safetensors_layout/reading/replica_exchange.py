@@ -77,8 +77,11 @@ def load_group(path: str | os.PathLike[str], abstract: Any, options: ReadOptions
     processes = exchanging(abstract, options, jax.process_count())
     if jax.process_index() not in processes or len(processes) == 1:
         return ProcessGroup.alone()
+    name = redact_urls(os.fsdecode(path))
+    if options.replicated == "auto":  # hosts may have copies, each in a folder of its own
+        name = name.rstrip("/").rpartition("/")[2]
     return ProcessGroup(
-        redact_urls(os.fsdecode(path)),
+        name,
         jax.process_index(),
         processes,
         DistributedStore.connect(),

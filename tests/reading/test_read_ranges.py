@@ -84,6 +84,7 @@ def test_gaps_are_read_through_by_the_cost_model(tmp_path):
 
     def cost(latency_bytes):
         options = osl.ReadOptions(
+            replicated="each",
             latency_seconds={"local": latency_bytes},
             bandwidth_bytes_per_second={"local": 1.0},
         )
