@@ -101,7 +101,7 @@ def load(
         MismatchError: Tensors are missing, unexpected (with `ReadOptions.strict`), or of another
             shape or dtype; all problems of one kind are reported together.
         StorageError: A read failed.
-        PeerError: With `"read_once"`: another process failed.
+        PeerError: Another process failed, did not come, or loads something else; not with `"each"`.
 
     Example:
         >>> import tempfile, numpy as np, safetensors.numpy

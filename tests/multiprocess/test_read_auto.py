@@ -25,7 +25,10 @@ def run(path, case, processes):
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_what_is_cheap_is_read_by_each_and_what_is_dear_once(path, processes):
-    results = run(path, "choice", processes)
+    results, logged, warned = zip(*run(path, "choice", processes), strict=True)
+    assert logged == (6,) * processes
+    # Of four processes each reads the rows of all for "near columns".
+    assert warned == (processes == 4,) * processes
     read = {label: sum(result[label] for result in results) for label in results[0]}
     assert read["near replicated"] == processes * TOTAL
     assert read["near columns"] >= TOTAL

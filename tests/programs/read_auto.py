@@ -3,6 +3,8 @@ import jax
 
 def main(path, case):
     """Load as `case` says; return the bytes read by each load, or the error and its seconds."""
+    import logging
+    import sys
     import time
 
     import numpy as np
@@ -12,6 +14,12 @@ def main(path, case):
     import orbax_safetensors_layout as osl
 
     process = jax.process_index()
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("absl").addHandler(handler)
+    logging.getLogger("absl").setLevel(logging.INFO)
+    sys.modules["orbax_safetensors_layout.load"]._MUCH_BYTES = 0
     with safetensors.safe_open(path, "numpy") as file:
         expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     read = []
@@ -43,7 +51,7 @@ def main(path, case):
     shared = {"shared_bandwidth_bytes_per_second": {"local": 1e3}}
     if case == "choice":
         replicated, columns = tree(P()), tree(P(None, "x"))
-        return {
+        read_bytes = {
             "near replicated": load(replicated),
             "slow replicated": load(replicated, **slow),
             "shared replicated": load(replicated, **shared),
@@ -51,6 +59,8 @@ def main(path, case):
             "slow columns": load(columns, latency_seconds={"local": 1e3}, **slow),
             "slow rows": load(tree(P("x")), **slow),
         }
+        levels = [r.levelno for r in records if r.getMessage().startswith("Loading ")]
+        return read_bytes, levels.count(logging.INFO), levels.count(logging.WARNING)
     if case == "alone":  # only this process loads, on its own devices or on the host
         if process:
             return None
