@@ -40,7 +40,7 @@ class StorageProfile:
     def balanced_request_bytes(self, total_bytes: int) -> int:
         """Return the length of requests that costs least time, where streams limit a load.
 
-        Of requests of `n` bytes, latency takes the share `max_gap_bytes / n` of the time; at the
+        With requests of `n` bytes, latency takes the share `max_gap_bytes / n` of the time; at the
         end streams idle for half a request, the share `n * concurrency / (2 * total_bytes)`.
         """
         each = total_bytes / self.concurrency

@@ -94,7 +94,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             return cast(Awaitable[Any], await orbaxs.load(directory, abstract_checkpointable))
         options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
         strict = not _orbax.get_context().pytree.loading.partial_load
-        # Of what is raised later Orbax says that the handler is incompatible.
+        # Orbax reports whatever is raised later as an incompatible handler.
         load = await in_background(
             begin_load,
             directory,

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from orbax_safetensors_layout.lazy import lazy_exports
 
 from .cluster_estimate import ClusterEstimate, estimate, estimate_save
-from .inspection import Inspection, TensorFacts, Total, inspect, inspect_orbax, resolve_checkpoint
+from .inspection import (
+    InspectedTensor,
+    Inspection,
+    Total,
+    inspect,
+    inspect_orbax,
+    resolve_checkpoint,
+)
 from .report import Finding, Report
 
 if TYPE_CHECKING:

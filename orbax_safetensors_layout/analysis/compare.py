@@ -50,7 +50,7 @@ class _Source:
         self.values: Mapping[str, str] | None = None  # texts beside the arrays, if they are known
         if reader.is_recorded:
             self.values = {name: repr(value) for name, value in values_of(tree).items()}
-        # Of a block, chunks included.
+        # The largest block, chunks included.
         self.most_bytes = max(1, options.memory_budget_bytes // CHUNKS_IN_BUDGET)
 
     def block_bytes(self, block: _ArrayBox) -> int:

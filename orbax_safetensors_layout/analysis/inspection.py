@@ -28,7 +28,7 @@ from orbax_safetensors_layout.format import SUFFIX, TensorEntry, dtype_from_nump
 from orbax_safetensors_layout.mapping import read_config
 
 
-class TensorFacts(NamedTuple):
+class InspectedTensor(NamedTuple):
     """One tensor."""
 
     name: str
@@ -48,7 +48,7 @@ class Total(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Sequence[TensorFacts]) -> Self:
+    def of(cls, tensors: Sequence[InspectedTensor]) -> Self:
         return cls(len(tensors), sum(t.parameters for t in tensors), sum(t.nbytes for t in tensors))
 
 
@@ -63,7 +63,7 @@ class Inspection(NamedTuple):
     metadata: dict[str, str]
     values: dict[str, object]  # what was saved beside the tensors
     files: dict[str, int]  # sizes in bytes, by names relative to the checkpoint
-    tensors: tuple[TensorFacts, ...]
+    tensors: tuple[InspectedTensor, ...]
 
     @property
     def total(self) -> Total:
@@ -71,7 +71,7 @@ class Inspection(NamedTuple):
 
     def by_dtype(self) -> dict[str, Total]:
         """Totals by dtype code, most bytes first."""
-        tensors: dict[str, list[TensorFacts]] = defaultdict(list)
+        tensors: dict[str, list[InspectedTensor]] = defaultdict(list)
         for tensor in self.tensors:
             tensors[tensor.dtype].append(tensor)
         totals = {dtype: Total.of(members) for dtype, members in tensors.items()}
@@ -106,7 +106,7 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
             path=catalog.path,
             layout=catalog.layout,
             tensors=tuple(
-                _facts(catalog, entries[name], parameters.get(name), root) for name in names
+                _inspected(catalog, entries[name], parameters.get(name), root) for name in names
             ),
             files={f.removeprefix(root): catalog.storage.size(f) for f in catalog.files},
             metadata=catalog.metadata(),
@@ -117,9 +117,11 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
         )
 
 
-def _facts(catalog: Catalog, entry: TensorEntry, parameters: int | None, root: str) -> TensorFacts:
+def _inspected(
+    catalog: Catalog, entry: TensorEntry, parameters: int | None, root: str
+) -> InspectedTensor:
     elements = math.prod(entry.shape)
-    return TensorFacts(
+    return InspectedTensor(
         entry.name,
         entry.dtype.label,
         entry.shape,
@@ -144,7 +146,7 @@ def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Insp
             code, size = _code(array.dtype), math.prod(array.shape)
             chunks = source.chunk_count(array)
             tensors.append(
-                TensorFacts(array.name, code, array.shape, array.nbytes, size, (), chunks)
+                InspectedTensor(array.name, code, array.shape, array.nbytes, size, (), chunks)
             )
         files = {}
         for root, folders, own in os.walk(path):

@@ -61,9 +61,9 @@ def verify(
     `WriteOptions(digests=True)` left. Values: bit by bit against another checkpoint, whose files
     may be cut otherwise. Tensors are read in blocks, in bounded memory.
 
-    Either may be what Orbax saved in its own format, or a step with it. Of such a `path` every
-    array is read: missing chunks and such that cannot be decoded are found. What TensorStore
-    takes to decode a chunk comes on top of the memory budget.
+    Either may be in Orbax's own format, or a step with such an item. Every array of such a `path`
+    is read: missing chunks and such that cannot be decoded are found. The memory that TensorStore
+    takes to decode a chunk comes on top of the budget.
 
     Args:
         path: The checkpoint.

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, and where: files, headers, index and pieces as one catalog."""
+"""The tensors of a checkpoint and their bytes: files, headers, index and pieces as one catalog."""
 
 from .catalog import Catalog, read_header
 from .discover import (

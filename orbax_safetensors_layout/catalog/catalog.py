@@ -92,7 +92,7 @@ class Catalog:
         In a folder, `model.safetensors.index.json` is the authority where it exists, or else the
         only other `*.safetensors.index.json`: files that it does not name are ignored. Without an
         index all `.safetensors` files directly in the folder count, but none beside
-        `model.safetensors` or its numbered set, and all headers are read. Of a step that Orbax
+        `model.safetensors` or its numbered set, and all headers are read. In a step that Orbax
         made, the only item of safetensors files is opened, or `default` or `state`.
 
         Without a `storage` the one that `path` names is opened, with `retries`.

@@ -71,8 +71,12 @@ def missing_names(
         hint = None
         if len(sought) < _MAX_HINTS and (pattern := pattern_of(name)) not in sought:
             sought.add(pattern)
-            nearest = suggest_names(name, names)
-            hint = f"The nearest names are {', '.join(map(repr, nearest))}." if nearest else None
+            suggestions = suggest_names(name, names)
+            hint = (
+                f"The nearest names are {', '.join(map(repr, suggestions))}."
+                if suggestions
+                else None
+            )
         errors.append(MissingTensorError(problem, file=path, tensor=name, hint=hint))
     return MissingTensorError.collect(errors)
 

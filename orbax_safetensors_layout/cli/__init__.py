@@ -1,4 +1,4 @@
-"""The command line: `orbax-safetensors VERB ...`, also `python -m orbax_safetensors_layout`.
+"""The command line: `orbax-safetensors COMMAND ...`, also `python -m orbax_safetensors_layout`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0; 1 where something is wrong with a
 checkpoint; 2 for misuse; 130 after Ctrl-C.

@@ -125,7 +125,7 @@ def _resume(parsed: argparse.Namespace) -> str:
         folder = partial_folder(path, "convert")
         if os.path.isdir(folder):
             return (
-                f"What is written stays in {folder}; the same command continues there, with"
+                f"The files written so far stay in {folder}; the same command continues there, with"
                 " --restart it begins anew."
             )
     return "Nothing was written; run it again."

@@ -23,7 +23,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-VERB = Command(
+COMMAND = Command(
     name="families",
     help="the model families that have a ready mapping",
     description="Lists the families of Hugging Face models that have a ready mapping, and to which"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from orbax_safetensors_layout.analysis import (
+    InspectedTensor,
     Inspection,
-    TensorFacts,
     Total,
     inspect,
     inspect_orbax,
@@ -22,7 +22,7 @@ from orbax_safetensors_layout.runtime import count_text, number_text, size_text
 from .command import Command, add_json
 from .output import Output, name_families, table
 
-_SORT_KEYS: dict[str, Callable[[TensorFacts], Any]] = {
+_SORT_KEYS: dict[str, Callable[[InspectedTensor], Any]] = {
     "name": lambda tensor: tensor.name,
     "size": lambda tensor: -tensor.nbytes,
     "file": lambda tensor: tensor.files,
@@ -105,7 +105,7 @@ def _by_tensor(report: Inspection, *, every: bool) -> str:
 
 
 def _by_file(report: Inspection) -> str:
-    tensors: dict[str, list[TensorFacts]] = defaultdict(list)
+    tensors: dict[str, list[InspectedTensor]] = defaultdict(list)
     for tensor in report.tensors if report.layout == "hf" else ():
         tensors[tensor.files[0]].append(tensor)
     rows = []
@@ -137,7 +137,7 @@ def _document(report: Inspection) -> dict[str, object]:
     }
 
 
-VERB = Command(
+COMMAND = Command(
     name="inspect",
     help="what a checkpoint holds",
     description="Tells the tensors of a checkpoint with their shapes, dtypes, files and"

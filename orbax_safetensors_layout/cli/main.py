@@ -18,7 +18,7 @@ from .convert import CONSOLIDATE, CONVERT
 from .output import PROGRAM, Output
 from .sigint import INTERRUPTED, clean_interrupts
 
-VERBS = (inspect.VERB, plan.VERB, verify.VERB, CONVERT, CONSOLIDATE, families.VERB)
+COMMANDS = (inspect.COMMAND, plan.COMMAND, verify.COMMAND, CONVERT, CONSOLIDATE, families.COMMAND)
 _EXPECTED = (SafetensorsLayoutError, OSError, ValueError, ImportError)
 _FINDING, _MISUSE, _NO_READER = 1, 2, 141  # the last where the reader of stdout is gone
 
@@ -26,17 +26,17 @@ _FINDING, _MISUSE, _NO_READER = 1, 2, 141  # the last where the reader of stdout
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, with the process's arguments by default; return its exit code."""
     parsed = parser().parse_args(arguments)
-    verb: Command = parsed.verb
+    command: Command = parsed.command
     output = Output(quiet=parsed.quiet)
     if isinstance(sys.stdout, io.TextIOWrapper):  # bytes of paths that are not text are kept
         sys.stdout.reconfigure(errors="surrogateescape")
 
     def interrupted() -> str:
-        return f"interrupted. {verb.resume(parsed)}"
+        return f"interrupted. {command.resume(parsed)}"
 
     try:
         with clean_interrupts(lambda: f"{PROGRAM}: {interrupted()}"):
-            code = verb.run(parsed, output)
+            code = command.run(parsed, output)
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -70,24 +70,24 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Hugging Face safetensors checkpoints for Orbax and JAX.",
-        epilog=f"{PROGRAM} VERB --help says more. Exit codes: 0, 1 where something is wrong with a"
-        " checkpoint, 2 for misuse.",
+        epilog=f"{PROGRAM} COMMAND --help says more. Exit codes: 0, 1 where something is wrong"
+        " with a checkpoint, 2 for misuse.",
     )
     root.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
-    commands = root.add_subparsers(required=True, metavar="VERB")
-    for verb in VERBS:
-        lines = "".join(f"\n  {PROGRAM} {example}" for example in verb.examples)
-        command = commands.add_parser(
-            verb.name,
-            help=verb.help,
-            description=textwrap.fill(verb.description, 79),
-            epilog=f"example{'s' if len(verb.examples) > 1 else ''}:{lines}",
+    subparsers = root.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        lines = "".join(f"\n  {PROGRAM} {example}" for example in command.examples)
+        subparser = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=textwrap.fill(command.description, 79),
+            epilog=f"example{'s' if len(command.examples) > 1 else ''}:{lines}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        verb.add_arguments(command)
-        command.add_argument(
+        command.add_arguments(subparser)
+        subparser.add_argument(
             "--quiet", "-q", action="store_true", help="no progress and no messages"
         )
-        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-        command.set_defaults(verb=verb)
+        subparser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        subparser.set_defaults(command=command)
     return root

@@ -180,7 +180,7 @@ def _mesh_shape(parsed: argparse.Namespace, abstract: Any) -> MeshShape:
     return MeshShape(axes, parsed.hosts)
 
 
-VERB = Command(
+COMMAND = Command(
     name="plan",
     help="what a load or a save will cost every host of a cluster",
     description="Works out from the headers alone what each host of a cluster reads when a"

@@ -36,7 +36,7 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     rcParams["font.size"] = 9
     figure = Figure(figsize=(11, 3 + 0.1 * max(count, 20)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True)
+    upper, lower = figure.subplots(2, 1, sharex=True)
     shown = [np.ma.masked_less(share, _LEAST_SHARE) for share in (seen.needed, seen.read)]
     most = max(float(share.max() or 0.0) for share in shown) or 1.0
     least = min(float(share.min() or most) for share in shown)
@@ -45,8 +45,8 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     total = sum(estimate.costs, Cost())
     step = max(1, count // 8)
     for axes, share, label in (
-        (above, shown[0], f"host needs: {size_text(total.needed_bytes)} in all"),
-        (below, shown[1], f"host reads: {size_text(total.read_bytes)} in all"),
+        (upper, shown[0], f"host needs: {size_text(total.needed_bytes)} in all"),
+        (lower, shown[1], f"host reads: {size_text(total.read_bytes)} in all"),
     ):
         image = axes.imshow(
             share,
@@ -58,14 +58,15 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
         )
         axes.set_yticks(range(0, count, step), [str(host) for host in hosts[::step]])
         axes.set_ylabel(label)
-    _mark_tensors(above, seen)
-    _mark_files(below, seen)
+    _mark_tensors(upper, seen)
+    _mark_files(lower, seen)
     mesh = ",".join(f"{name}={size}" for name, size in estimate.mesh.axes.items())
     hosts_text = f"{count} of {estimate.mesh.processes:,} hosts"
     of = hosts_text if count < estimate.mesh.processes else "host"
     name = estimate.path.rstrip("/").rpartition("/")[2]
-    figure.suptitle(f"What each {of} needs and reads of {name}, mesh {mesh}", x=0.01, ha="left")
-    bar = figure.colorbar(image, ax=[above, below], pad=0.01, fraction=0.03)
+    title = f"Bytes of {name} that each {of} needs and reads, mesh {mesh}"
+    figure.suptitle(title, x=0.01, ha="left")
+    bar = figure.colorbar(image, ax=[upper, lower], pad=0.01, fraction=0.03)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
     bar.ax.yaxis.set_minor_formatter("")
     bar.set_label("of the bytes there (white: nothing)")

@@ -54,12 +54,12 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     return 0 if report.ok else 1
 
 
-VERB = Command(
+COMMAND = Command(
     name="verify",
     help="whether a checkpoint is whole, or equal to another",
     description="Finds all that is wrong with a checkpoint: headers, index, sizes, missing, stray"
     " and doubly held tensors, pieces, and the checksums that WriteOptions(digests=True) leaves."
-    " Of what Orbax saved in its own format every array is read. With --against a checkpoint is"
+    " In Orbax's own format every array is read. With --against a checkpoint is"
     " compared with another bit by bit, however the files of either are cut. Exit code 1 for a"
     " finding.",
     examples=(

@@ -61,8 +61,8 @@ def rerooted(tree: Any, subtree: str | None) -> Any:
     """Return a source's tree, or the part of this dotted name; arrays are named after it."""
     require(isinstance(subtree, str | None), "subtree", "a dotted name", subtree)
     for key in subtree.split(".") if subtree else ():
-        below = jax.tree_util.tree_flatten_with_path(tree, lambda x, tree=tree: x is not tree)
-        named = {dotted_name(path): child for path, child in below[0] if path}
+        children = jax.tree_util.tree_flatten_with_path(tree, lambda x, tree=tree: x is not tree)
+        named = {dotted_name(path): child for path, child in children[0] if path}
         if key not in named:
             raise MissingTensorError(
                 "the tree has no such part",

@@ -1,4 +1,4 @@
-"""A conversion from its groups to the published folder, on one of several processes.
+"""A conversion from its groups to the committed folder, on one of several processes.
 
 1. The processes agree on what is converted; one prepares the conversion's own folder.
 2. Groups that the journal does not have are read, written and recorded, each by one process.
@@ -42,7 +42,7 @@ from .target import FINISHED, LeafRegion, Target, region_batches
 
 _LARGER_BLOCKS = 2  # a continued run may take blocks so many times as large as its own would be
 _IN_FLIGHT = 2  # blocks that are written while the next one is read
-_UNFINISHED, _PUBLISHED = "unfinished", "published"
+_UNFINISHED, _COMMITTED = "unfinished", "committed"
 
 
 def conversion_block_bytes(folder: str, memory_budget_bytes: int, *, restart: bool) -> int:
@@ -124,12 +124,12 @@ class Conversion:
             with processes.together("preparing the folder"):
                 if processes.is_leader:
                     claim = stack.enter_context(claimed(self.folder))
-                    if not self.restart and claim.was_published(self._journal.identity):
-                        state = _PUBLISHED
+                    if not self.restart and claim.was_committed(self._journal.identity):
+                        state = _COMMITTED
                     else:
                         self._prepare(claim, check)
             looking = "looking at what an earlier call has done"
-            if processes.barrier(looking, broadcast=state) == _PUBLISHED:
+            if processes.barrier(looking, broadcast=state) == _COMMITTED:
                 return self.nbytes
             done = self._journal.read()
             processes.barrier("reading the journal")  # before anyone adds to it
@@ -150,9 +150,9 @@ class Conversion:
             if self.options.verify:
                 with processes.together("verifying what was written"):
                     self._verify(processes)
-            with processes.together("publishing the checkpoint"):
+            with processes.together("committing the checkpoint"):
                 if processes.is_leader:
-                    self._publish(claim)
+                    self._commit(claim)
         return self.nbytes - sum(group.nbytes for group in left)
 
     def _prepare(self, claim: Claim, check: Callable[[], None]) -> None:
@@ -228,9 +228,9 @@ class Conversion:
         with progress_callback(self.options.progress, label) as progress:
             yield share, ProgressReport(progress, sum(group.nbytes for group in share))
 
-    def _publish(self, claim: Claim) -> None:
+    def _commit(self, claim: Claim) -> None:
         names = set(os.listdir(self._finished))
-        claim.publish(
+        claim.commit(
             self._finished,
             is_replaced=lambda name: name in names or self.is_replaced(name),
             identity=self._journal.identity,

@@ -111,10 +111,10 @@ def dump_digests(files: Mapping[str, int]) -> bytes:
 
 def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
     """Return the CRC-32 of each file, from the bytes of `file`."""
-    checks = Schema(file)
+    schema = Schema(file)
     document: dict[str, object] = {}
     digests: dict[str, str] = {}
-    with checks.parsing("the list of checksums"):
+    with schema.parsing("the list of checksums"):
         for outer, key, value in strict_json.members(data.decode().lstrip(" \t\n\r"), ("files",)):
             if outer is not None:
                 digests[key] = value if isinstance(value, str) else short_repr(value)
@@ -122,10 +122,12 @@ def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
                 document[key] = value if key in _MEMBERS else None
     version = (document.get(_VERSION_KEY), document.get("algorithm"))
     if version != (_VERSION, _ALGORITHM):
-        checks.refuse("digests of another version", (_VERSION, _ALGORITHM), short_repr(version))
-    checks.members(document.get("files"), "files")
+        schema.raise_error(
+            "digests of another version", (_VERSION, _ALGORITHM), short_repr(version)
+        )
+    schema.members(document.get("files"), "files")
     for name, digest in digests.items():
-        check_file_name(name, checks, end="")
+        check_file_name(name, schema, end="")
         if not _HEX.fullmatch(digest):
-            checks.refuse("malformed digest", "8 hexadecimal digits", short_repr(digest))
+            schema.raise_error("malformed digest", "8 hexadecimal digits", short_repr(digest))
     return {name: int(digest, 16) for name, digest in digests.items()}

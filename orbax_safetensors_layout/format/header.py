@@ -61,11 +61,11 @@ class Header(NamedTuple):
 
 def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
     """Return the length of the header in bytes, from the first 8 bytes of a file."""
-    checks = Schema(file, TruncatedFileError)
+    schema = Schema(file, TruncatedFileError)
     if len(prefix) < PREFIX_BYTES or file_size < PREFIX_BYTES:
         problem = "the file is truncated: it ends within the length of its header"
         found = f"{min(len(prefix), file_size)} bytes"
-        checks.refuse(problem, f"at least {PREFIX_BYTES} bytes", found)
+        schema.raise_error(problem, f"at least {PREFIX_BYTES} bytes", found)
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         is_pointer = prefix.startswith(_GIT_LFS_PREFIX)
@@ -79,7 +79,7 @@ def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
     if PREFIX_BYTES + length > file_size:
         expected = f"at least {PREFIX_BYTES + length} bytes"
         problem = "the file is truncated: it ends within its header"
-        checks.refuse(problem, expected, f"{file_size} bytes")
+        schema.raise_error(problem, expected, f"{file_size} bytes")
     return length
 
 
@@ -87,14 +87,14 @@ def parse_header(
     header_bytes: bytes, *, file: str, file_size: int, on_error: OnError = raise_error
 ) -> Header:
     """Parses a header without its length; `on_error` is called for errors of single tensors."""
-    checks = Schema(file, InvalidHeaderError)
-    with checks.parsing("the header"):
-        return _HeaderParser(checks, header_bytes, on_error).parse(file_size)
+    schema = Schema(file, InvalidHeaderError)
+    with schema.parsing("the header"):
+        return _HeaderParser(schema, header_bytes, on_error).parse(file_size)
 
 
 class _HeaderParser:
-    def __init__(self, checks: Schema, header_bytes: bytes, on_error: OnError) -> None:
-        self._checks = checks
+    def __init__(self, schema: Schema, header_bytes: bytes, on_error: OnError) -> None:
+        self._schema = schema
         self._header_bytes = header_bytes
         self._on_error = on_error
         self._data_start = PREFIX_BYTES + len(header_bytes)
@@ -107,7 +107,7 @@ class _HeaderParser:
     def parse(self, file_size: int) -> Header:
         if not self._header_bytes.startswith(b"{"):
             found = repr(self._header_bytes[:16])
-            self._checks.refuse("the header does not begin with an object", "'{'", found)
+            self._schema.raise_error("the header does not begin with an object", "'{'", found)
         self._parse_members(self._header_bytes.decode())
         tensors = self._tensors
         tensors.sort(key=attrgetter("start", "stop"))
@@ -153,24 +153,24 @@ class _HeaderParser:
             self._metadata[key] = value
         elif outer is not None or not (value is None or type(value) is tuple):
             found = short_repr(value if outer is None else {key: value})
-            self._checks.refuse(f"malformed {_METADATA_KEY}", "an object of strings", found)
+            self._schema.raise_error(f"malformed {_METADATA_KEY}", "an object of strings", found)
 
     def _repeated(self, name: str) -> FormatError:
-        return self._checks.error("a name is repeated", "each name once", "it twice", name)
+        return self._schema.error("a name is repeated", "each name once", "it twice", name)
 
     def _entry(self, name: str, value: object) -> TensorEntry:
-        checks, data_start = self._checks, self._data_start
+        schema, data_start = self._schema, self._data_start
         code, raw_shape, raw_offsets = self._fields(name, value)
-        dtype = dtype_from_code(code, file=checks.file, tensor=name)
+        dtype = dtype_from_code(code, file=schema.file, tensor=name)
         shape = self._sizes(name, "shape", raw_shape)
         offsets = self._sizes(name, "data_offsets", raw_offsets)
         if len(offsets) != 2:
             expected = "two integers, begin and end"
-            checks.refuse("malformed data_offsets", expected, short_repr(offsets), name)
+            schema.raise_error("malformed data_offsets", expected, short_repr(offsets), name)
         begin, end = offsets
         needed = self._needed_bytes(name, dtype, shape)
         if end - begin != needed:
-            checks.refuse(
+            schema.raise_error(
                 "data_offsets do not fit the shape and dtype",
                 f"{needed} bytes for {dtype.code}{short_repr(shape)}",
                 f"{end - begin} bytes, data_offsets {offsets}",
@@ -178,7 +178,7 @@ class _HeaderParser:
             )
         key = tuple(shape)
         shared = self._shapes.setdefault(key, key)
-        return TensorEntry(name, dtype, shared, checks.file, data_start + begin, data_start + end)
+        return TensorEntry(name, dtype, shared, schema.file, data_start + begin, data_start + end)
 
     def _fields(self, name: str, value: object) -> tuple[str, object, object]:
         """Return the code, shape and offsets of a tensor; the last two are not checked."""
@@ -200,11 +200,11 @@ class _HeaderParser:
             keys = f"the keys {short_repr([*value])}" if isinstance(value, dict) else None
             found = keys or short_repr(value)
             expected = f"an object with the keys {', '.join(_FIELDS)}"
-            self._checks.refuse("malformed tensor entry", expected, found, name)
+            self._schema.raise_error("malformed tensor entry", expected, found, name)
         if isinstance(code, dict) and [*code.values()] == [None]:
             (code,) = code
         if not isinstance(code, str):
-            self._checks.refuse("malformed dtype", "a string", short_repr(code), name)
+            self._schema.raise_error("malformed dtype", "a string", short_repr(code), name)
         return code, shape, offsets
 
     def _sizes(self, name: str, field: str, items: object) -> list[int]:
@@ -216,7 +216,7 @@ class _HeaderParser:
             else:
                 return items
         expected = "a list of integers from 0 to 2**64 - 1"
-        self._checks.refuse(f"malformed {field}", expected, short_repr(items), name)
+        self._schema.raise_error(f"malformed {field}", expected, short_repr(items), name)
 
     def _needed_bytes(self, name: str, dtype: DType, shape: list[int]) -> int:
         """Return the bytes of a tensor, unless Rust's 64-bit arithmetic would overflow."""
@@ -233,7 +233,7 @@ class _HeaderParser:
         else:
             return bits // 8
         found = f"{bits} bits, shape {short_repr(shape)} of {dtype.code}"
-        self._checks.refuse(problem, expected, found, name)
+        self._schema.raise_error(problem, expected, found, name)
 
     def _misplaced(self, file_size: int) -> Iterator[FormatError]:
         """Yields errors where the tensors do not cover the data; gaps only if none was left out."""
@@ -241,7 +241,7 @@ class _HeaderParser:
         for entry in self._tensors:
             if entry.start < position or (self._is_complete and entry.start > position):
                 doing = "leaves a gap after" if entry.start > position else "overlaps"
-                yield self._checks.error(
+                yield self._schema.error(
                     f"the tensor {doing} the one before it",
                     f"data_offsets that begin at {position - self._data_start}",
                     f"{entry.start - self._data_start}",
@@ -250,9 +250,9 @@ class _HeaderParser:
             position = max(position, entry.stop)
         if position > file_size:
             cut = next(entry.name for entry in self._tensors if entry.stop > file_size)
-            checks = Schema(self._checks.file, TruncatedFileError)
+            schema = Schema(self._schema.file, TruncatedFileError)
             problem = "the file is truncated: it ends before its tensors do"
-            yield checks.error(problem, f"{position} bytes", f"{file_size} bytes", cut)
+            yield schema.error(problem, f"{position} bytes", f"{file_size} bytes", cut)
         if position < file_size and self._is_complete:
             problem = "the file goes on after its last tensor"
-            yield self._checks.error(problem, f"{position} bytes", f"{file_size} bytes")
+            yield self._schema.error(problem, f"{position} bytes", f"{file_size} bytes")

@@ -32,17 +32,17 @@ class WeightIndex:
 
 def parse_index(data: bytes, *, file: str) -> WeightIndex:
     """Parses and validates an index, whose files may be in or below its folder alone."""
-    checks = Schema(file, InvalidIndexError)
+    schema = Schema(file, InvalidIndexError)
     kind: type | None = None  # of the weight map
     metadata: object = None
     names: dict[str, str] = {}  # one string object per file, not one per tensor
     weight_map: dict[str, str] = {}
-    with checks.parsing("the index"):
+    with schema.parsing("the index"):
         text = data.decode().lstrip(" \t\n\r")
         for outer, key, value in strict_json.members(text, ("weight_map",)):
             strict_json.refuse_lone_surrogate(key)
             if outer is not None:
-                weight_map[key] = _file_name(key, value, names, checks)
+                weight_map[key] = _file_name(key, value, names, schema)
                 continue
             plain = strict_json.plain(value)  # other members are checked, and not kept
             if key == "weight_map":
@@ -52,23 +52,23 @@ def parse_index(data: bytes, *, file: str) -> WeightIndex:
     if kind is not tuple:
         found = "nothing" if kind is None or kind is type(None) else kind.__name__
         expected = "an object 'weight_map' of tensor names to file names"
-        checks.refuse("the index has no weight_map", expected, found)
+        schema.raise_error("the index has no weight_map", expected, found)
     if not isinstance(metadata, dict | None):
-        checks.refuse("malformed metadata", "an object", type(metadata).__name__)
+        schema.raise_error("malformed metadata", "an object", type(metadata).__name__)
     return WeightIndex(weight_map, metadata or {})
 
 
-def _file_name(tensor: str, name: object, names: dict[str, str], checks: Schema) -> str:
+def _file_name(tensor: str, name: object, names: dict[str, str], schema: Schema) -> str:
     if not isinstance(name, str):
         found = repr(strict_json.plain(name))[:80]
-        checks.refuse("malformed weight_map", "a file name", found, tensor)
+        schema.raise_error("malformed weight_map", "a file name", found, tensor)
     if name not in names:
-        check_file_name(name, checks, tensor)
+        check_file_name(name, schema, tensor)
     return names.setdefault(name, name)
 
 
 def check_file_name(
-    name: str, checks: Schema, tensor: str | None = None, end: str = SUFFIX
+    name: str, schema: Schema, tensor: str | None = None, end: str = SUFFIX
 ) -> None:
     """Refuses a file name that leads out of its folder on any system, or of another format."""
     leaves = (
@@ -79,7 +79,7 @@ def check_file_name(
     )
     if leaves:
         expected = "a file name, or a relative path without '..' and '\\'"
-        checks.refuse("a file name leads outside of its folder", expected, repr(name), tensor)
+        schema.raise_error("a file name leads outside of its folder", expected, repr(name), tensor)
     if not name.endswith(end):
         expected = f"a name that ends in {end}"
-        checks.refuse("a file name is of another format", expected, repr(name), tensor)
+        schema.raise_error("a file name is of another format", expected, repr(name), tensor)

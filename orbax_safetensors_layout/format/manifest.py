@@ -121,12 +121,12 @@ class Manifest:
 
 def parse_manifest(data: bytes, *, file: str) -> Manifest:
     """Parses and validates the bytes of a manifest file."""
-    checks = Schema(file)
-    with checks.parsing("the manifest"):
-        return _parse(_document(data.decode(), checks), checks)
+    schema = Schema(file)
+    with schema.parsing("the manifest"):
+        return _parse(_document(data.decode(), schema), schema)
 
 
-def _document(text: str, checks: Schema) -> dict[str, object]:
+def _document(text: str, schema: Schema) -> dict[str, object]:
     document: dict[str, object] = {}
     look_closely = strict_json.has_surrogate_escape(text)
     for _, key, value in strict_json.members(text.lstrip(" \t\n\r"), longest=strict_json.UNBOUNDED):
@@ -136,11 +136,11 @@ def _document(text: str, checks: Schema) -> dict[str, object]:
     version = document.get(_VERSION_KEY)
     if type(version) is not int or version < 1:
         problem = f"malformed version {_VERSION_KEY!r}"
-        checks.refuse(problem, "a positive integer", short_repr(version))
+        schema.raise_error(problem, "a positive integer", short_repr(version))
     if version > VERSION:
         raise InvalidManifestError(
             "the checkpoint was written by a newer version of this package",
-            file=checks.file,
+            file=schema.file,
             expected=f"format version: at most {VERSION}",
             found=version,
             hint="Upgrade with `pip install --upgrade orbax-safetensors-layout`.",
@@ -148,32 +148,32 @@ def _document(text: str, checks: Schema) -> dict[str, object]:
     return document
 
 
-def _parse(document: dict[str, object], checks: Schema) -> Manifest:
+def _parse(document: dict[str, object], schema: Schema) -> Manifest:
     layout = document.get("layout")
     if layout not in ("hf", "sharded"):
-        checks.refuse("unknown layout", "'hf' or 'sharded'", short_repr(layout))
+        schema.raise_error("unknown layout", "'hf' or 'sharded'", short_repr(layout))
     shardings = tuple(
-        _parse_sharding(raw, checks)
-        for raw in checks.items(document.get("shardings", []), "shardings")
+        _parse_sharding(raw, schema)
+        for raw in schema.items(document.get("shardings", []), "shardings")
     )
     tree = pieces = None
     if "tree" in document:
-        tree = parse_tree(document["tree"], checks, shardings=len(shardings))
+        tree = parse_tree(document["tree"], schema, shardings=len(shardings))
     if "pieces" in document:
-        pieces = parse_pieces(document["pieces"], checks)
+        pieces = parse_pieces(document["pieces"], schema)
     if (pieces is not None) != (layout == "sharded"):
         expected = "pieces in layout 'sharded', and there alone"
         found = f"layout {layout!r} {'without' if pieces is None else 'with'} pieces"
-        checks.refuse("layout and pieces do not fit", expected, found)
+        schema.raise_error("layout and pieces do not fit", expected, found)
     if tree is not None and pieces is not None:
-        _check_stored(tree, pieces, checks)
-    metadata = checks.members(document.get("metadata", ()), "metadata")
+        _check_stored(tree, pieces, schema)
+    metadata = schema.members(document.get("metadata", ()), "metadata")
     return Manifest(
         layout,
         tree,
         shardings,
-        {key: checks.text(value, "metadata") for key, value in metadata.items()},
-        _parse_custom(document, checks),
+        {key: schema.text(value, "metadata") for key, value in metadata.items()},
+        _parse_custom(document, schema),
         pieces,
     )
 
@@ -193,59 +193,59 @@ def _dump_sharding(record: ShardingRecord) -> dict[str, object]:
     }
 
 
-def _parse_sharding(raw: object, checks: Schema) -> ShardingRecord:
-    fields = checks.members(raw, "sharding")
+def _parse_sharding(raw: object, schema: Schema) -> ShardingRecord:
+    fields = schema.members(raw, "sharding")
     memory_kind = fields.get("memory_kind")
     if memory_kind is not None:
-        memory_kind = checks.text(memory_kind, "memory kind")
+        memory_kind = schema.text(memory_kind, "memory kind")
     if "device" in fields:
-        return SingleDeviceRecord(checks.size(fields["device"], "device"), memory_kind)
-    mesh = _mesh(fields, checks)
-    spec = tuple(_part(part, checks) for part in checks.items(fields.get("spec"), "spec"))
+        return SingleDeviceRecord(schema.size(fields["device"], "device"), memory_kind)
+    mesh = _mesh(fields, schema)
+    spec = tuple(_part(part, schema) for part in schema.items(fields.get("spec"), "spec"))
     parts = [part if isinstance(part, tuple) else (part,) for part in spec]
     axes = [axis for part in parts for axis in part if isinstance(axis, str)]
     if not set(axes) <= set(mesh.axis_names) or len(set(axes)) != len(axes):
         expected = f"each of the mesh axes {short_repr(mesh.axis_names)} at most once"
-        checks.refuse("malformed spec", expected, short_repr(spec))
+        schema.raise_error("malformed spec", expected, short_repr(spec))
     return NamedRecord(mesh, spec, memory_kind)
 
 
-def _mesh(fields: dict[str, object], checks: Schema) -> MeshRecord:
-    axes = checks.members(fields.get("mesh"), "mesh")
-    sizes = tuple(checks.size(size, "size of a mesh axis") for size in axes.values())
-    types = checks.texts(fields.get("axis_types"), "axis types")
-    devices = checks.sizes(fields.get("devices"), "devices of a mesh")
+def _mesh(fields: dict[str, object], schema: Schema) -> MeshRecord:
+    axes = schema.members(fields.get("mesh"), "mesh")
+    sizes = tuple(schema.size(size, "size of a mesh axis") for size in axes.values())
+    types = schema.texts(fields.get("axis_types"), "axis types")
+    devices = schema.sizes(fields.get("devices"), "devices of a mesh")
     fits = len(types) == len(axes) and math.prod(sizes) == len(set(devices)) == len(devices)
     if not fits or not devices:
         expected = "a type for each axis, and distinct devices, as many as the sizes multiply to"
         found = f"axes {short_repr(axes)}, {len(types)} types, {len(devices)} devices"
-        checks.refuse("malformed mesh", expected, found)
+        schema.raise_error("malformed mesh", expected, found)
     return MeshRecord(tuple(axes), sizes, types, devices)
 
 
-def _part(raw: object, checks: Schema) -> SpecPart:
+def _part(raw: object, schema: Schema) -> SpecPart:
     if raw is None:
         return None
     if isinstance(raw, list):
-        return checks.texts(raw, "spec")
+        return schema.texts(raw, "spec")
     if raw == ((UNCONSTRAINED.value, True),):
         return UNCONSTRAINED
-    return checks.text(raw, "spec")
+    return schema.text(raw, "spec")
 
 
-def _check_stored(tree: Node, pieces: StoredPieces, checks: Schema) -> None:
+def _check_stored(tree: Node, pieces: StoredPieces, schema: Schema) -> None:
     tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, TensorLeaf)]
     missing = [leaf.tensor for leaf in tensors if leaf.tensor not in pieces.tensors]
     if missing:
         problem = "the tree names tensors that have no pieces"
         found = f"none of {len(missing)}: {short_repr(missing)}"
-        checks.refuse(problem, "pieces of every tensor of the tree", found, missing[0])
+        schema.raise_error(problem, "pieces of every tensor of the tree", found, missing[0])
     for leaf in tensors:
         code = pieces.tensors[leaf.tensor].dtype
         if leaf.dtype is not None and ONE_A_BYTE[leaf.dtype].code != code:
             problem = "the tree records a dtype that does not fit the pieces' code"
             expected = f"{ONE_A_BYTE[leaf.dtype].code} for {leaf.dtype}"
-            checks.refuse(problem, expected, code, leaf.tensor)
+            schema.raise_error(problem, expected, code, leaf.tensor)
 
 
 def _dump_custom(custom: object) -> dict[str, object]:
@@ -259,14 +259,14 @@ def _dump_custom(custom: object) -> dict[str, object]:
     return {"custom": custom}
 
 
-def _parse_custom(document: dict[str, object], checks: Schema) -> object:
+def _parse_custom(document: dict[str, object], schema: Schema) -> object:
     if "custom_text" not in document:
         return strict_json.plain(document.get("custom"))
-    text = checks.text(document["custom_text"], "custom_text")
+    text = schema.text(document["custom_text"], "custom_text")
     try:
         return json.loads(text)
     except ValueError as error:
-        raise checks.error("malformed custom_text", "JSON", str(error)) from error
+        raise schema.error("malformed custom_text", "JSON", str(error)) from error
 
 
 def _dumps(value: object) -> str:

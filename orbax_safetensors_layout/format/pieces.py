@@ -78,54 +78,56 @@ def dump_pieces(pieces: StoredPieces) -> dict[str, object]:
     return document | {"files": pieces.files, "classes": pieces.classes, "tensors": pieces.tensors}
 
 
-def parse_pieces(raw: object, checks: Schema) -> StoredPieces:
+def parse_pieces(raw: object, schema: Schema) -> StoredPieces:
     """Parses and validates the pieces."""
-    fields = checks.members(raw, "pieces")
-    files = checks.texts(fields.get("files"), "files of pieces")
+    fields = schema.members(raw, "pieces")
+    files = schema.texts(fields.get("files"), "files of pieces")
     for name in files:
-        check_file_name(name, checks)
+        check_file_name(name, schema)
     classes = tuple(
-        _boxes(boxes, len(files), checks)
-        for boxes in checks.items(fields.get("classes"), "classes of pieces")
+        _boxes(boxes, len(files), schema)
+        for boxes in schema.items(fields.get("classes"), "classes of pieces")
     )
     whole: set[tuple[tuple[int, ...], int]] = set()  # (shape, class) that fit
     tensors: dict[str, StoredTensor] = {}
-    for name, item in checks.members(fields.get("tensors"), "tensors of pieces").items():
-        tensor = tensors[name] = _tensor(name, item, len(classes), checks)
+    for name, item in schema.members(fields.get("tensors"), "tensors of pieces").items():
+        tensor = tensors[name] = _tensor(name, item, len(classes), schema)
         if tensor[1:] not in whole:
-            _check_cover(name, tensor.shape, classes[tensor.number], checks)
+            _check_cover(name, tensor.shape, classes[tensor.number], schema)
             whole.add(tensor[1:])
-    save_id = None if "save" not in fields else checks.text(fields["save"], "save of pieces")
+    save_id = None if "save" not in fields else schema.text(fields["save"], "save of pieces")
     return StoredPieces(files, classes, tensors, save_id)
 
 
-def _tensor(name: str, item: object, classes: int, checks: Schema) -> StoredTensor:
+def _tensor(name: str, item: object, classes: int, schema: Schema) -> StoredTensor:
     if type(item) is not list or len(item) != 3:
         expected = "an array of a dtype code, a shape and a class number"
-        checks.refuse("malformed tensor of pieces", expected, short_repr(item), name)
-    code = checks.text(item[0], "dtype of a tensor of pieces")
-    dtype_from_code(code, file=checks.file, tensor=name)
-    shape = checks.sizes(item[1], "shape of a tensor of pieces")
-    return StoredTensor(code, shape, checks.size(item[2], "class of pieces", below=classes))
+        schema.raise_error("malformed tensor of pieces", expected, short_repr(item), name)
+    code = schema.text(item[0], "dtype of a tensor of pieces")
+    dtype_from_code(code, file=schema.file, tensor=name)
+    shape = schema.sizes(item[1], "shape of a tensor of pieces")
+    return StoredTensor(code, shape, schema.size(item[2], "class of pieces", limit=classes))
 
 
-def _boxes(raw: object, files: int, checks: Schema) -> tuple[StoredBox, ...]:
+def _boxes(raw: object, files: int, schema: Schema) -> tuple[StoredBox, ...]:
     boxes = []
-    for item in checks.items(raw, "class of pieces"):
+    for item in schema.items(raw, "class of pieces"):
         if type(item) is not list or len(item) != 3:
-            checks.refuse("malformed box", "an array of start, stop and file", short_repr(item))
-        start = checks.sizes(item[0], "start of a box")
-        stop = checks.sizes(item[1], "stop of a box")
+            schema.raise_error(
+                "malformed box", "an array of start, stop and file", short_repr(item)
+            )
+        start = schema.sizes(item[0], "start of a box")
+        stop = schema.sizes(item[1], "stop of a box")
         if len(start) != len(stop) or any(a > b for a, b in zip(start, stop, strict=True)):
-            checks.refuse("malformed box", "start <= stop", short_repr(item))
-        boxes.append(StoredBox(start, stop, checks.size(item[2], "file of a box", below=files)))
+            schema.raise_error("malformed box", "start <= stop", short_repr(item))
+        boxes.append(StoredBox(start, stop, schema.size(item[2], "file of a box", limit=files)))
     if len(set(boxes)) != len(boxes):
-        checks.refuse("a box is given twice in the same file", found=short_repr(boxes))
+        schema.raise_error("a box is given twice in the same file", found=short_repr(boxes))
     return tuple(boxes)
 
 
 def _check_cover(
-    name: str, shape: tuple[int, ...], stored: tuple[StoredBox, ...], checks: Schema
+    name: str, shape: tuple[int, ...], stored: tuple[StoredBox, ...], schema: Schema
 ) -> None:
     """Refuses boxes that leave a part of the tensor out, or overlap, or reach beyond it."""
     boxes = list(dict.fromkeys(box.box for box in stored))
@@ -137,4 +139,4 @@ def _check_cover(
         problem = "boxes do not cover their tensor exactly"
     else:
         return
-    checks.refuse(problem, f"boxes that tile the shape {shape}", short_repr(boxes, 300), name)
+    schema.raise_error(problem, f"boxes that tile the shape {shape}", short_repr(boxes, 300), name)

@@ -32,7 +32,7 @@ class Schema:
         """Return an error of the file; all other methods raise such."""
         return self.kind(problem, file=self.file, tensor=tensor, expected=expected, found=found)
 
-    def refuse(
+    def raise_error(
         self, problem: str, expected: object = None, found: object = None, tensor: str | None = None
     ) -> NoReturn:
         raise self.error(problem, expected, found, tensor)
@@ -58,7 +58,7 @@ class Schema:
         pairs = self._of(tuple, value, what, "an object")
         fields: dict[str, object] = dict(pairs)
         if len(fields) != len(pairs):
-            self.refuse(f"malformed {what}", "each key once", short_repr(value))
+            self.raise_error(f"malformed {what}", "each key once", short_repr(value))
         return fields
 
     def items(self, value: object, what: str) -> list[object]:
@@ -67,10 +67,12 @@ class Schema:
     def text(self, value: object, what: str) -> str:
         return self._of(str, value, what, "a string")
 
-    def size(self, value: object, what: str, *, below: int = _INT64_MAX + 1) -> int:
-        """Return an integer in 0..`below` - 1."""
-        if type(value) is not int or not 0 <= value < below:
-            self.refuse(f"malformed {what}", f"an integer in 0..{below - 1}", short_repr(value))
+    def size(self, value: object, what: str, *, limit: int = _INT64_MAX + 1) -> int:
+        """Return an integer in 0..`limit` - 1."""
+        if type(value) is not int or not 0 <= value < limit:
+            self.raise_error(
+                f"malformed {what}", f"an integer in 0..{limit - 1}", short_repr(value)
+            )
         return value
 
     def texts(self, value: object, what: str) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class Schema:
 
     def _of(self, kind: type[T], value: object, what: str, expected: str) -> T:
         if type(value) is not kind:
-            self.refuse(f"malformed {what}", expected, short_repr(value))
+            self.raise_error(f"malformed {what}", expected, short_repr(value))
         return value
 
 

@@ -66,7 +66,7 @@ class Container:
 
     kind: ContainerKind  # a `box` has the one attribute `value`, as `nnx.Variable`
     children: tuple[Node, ...] = ()  # in the order of the container, for dicts that of insertion
-    # Of a dict, a namedtuple (its fields) or a `node`; without them children are counted.
+    # Keys of a dict, a namedtuple (its fields) or a `node`; without them children are counted.
     keys: tuple[Key, ...] = ()
     type: str | None = None  # `module:qualname` of a namedtuple, box or node
 
@@ -159,46 +159,48 @@ def _dump_scalar(value: Key) -> object:
     return value
 
 
-def parse_tree(raw: object, checks: Schema, *, shardings: int) -> Node:
+def parse_tree(raw: object, schema: Schema, *, shardings: int) -> Node:
     """Parses and validates a tree, whose leaves may refer to so many shardings."""
-    parser = _NodeParser(checks, shardings)
+    parser = _NodeParser(schema, shardings)
     nodes: list[Node] = []  # from the last on, each with all below it
     depths: list[int] = []
-    for item in reversed(checks.items(raw, "tree")):
+    for item in reversed(schema.items(raw, "tree")):
         node, length = parser.node(item)
         depth = 0
         if isinstance(node, Container):
             first = len(nodes) - length
             if first < 0:
                 expected = "each container with its children"
-                checks.refuse("the tree ends before all of its nodes came", expected)
+                schema.raise_error("the tree ends before all of its nodes came", expected)
             depth = 1 + max(depths[first:], default=0)
             if depth > MAX_DEPTH:
                 expected = f"at most {MAX_DEPTH} containers within one another"
-                checks.refuse("the tree is nested too deeply", expected)
+                schema.raise_error("the tree is nested too deeply", expected)
             node = Container(node.kind, tuple(reversed(nodes[first:])), node.keys, node.type)
             del nodes[first:], depths[first:]
         nodes.append(node)
         depths.append(depth)
     if not nodes:
-        checks.refuse("the tree ends before all of its nodes came", "a node", "an empty array")
+        schema.raise_error("the tree ends before all of its nodes came", "a node", "an empty array")
     if len(nodes) > 1:
-        checks.refuse("the tree goes on after its last node", "one root", f"{len(nodes)} roots")
+        schema.raise_error(
+            "the tree goes on after its last node", "one root", f"{len(nodes)} roots"
+        )
     return nodes[0]
 
 
 class _NodeParser:
     """Turns single raw nodes into leaves, or containers without their children."""
 
-    def __init__(self, checks: Schema, shardings: int) -> None:
-        self._checks = checks
+    def __init__(self, schema: Schema, shardings: int) -> None:
+        self._schema = schema
         self._shardings = shardings
 
     def node(self, raw: object) -> tuple[Node, int]:
         if raw is None:
             return Container("none"), 0
-        checks = self._checks
-        fields = checks.members(raw, "node of the tree")
+        schema = self._schema
+        fields = schema.members(raw, "node of the tree")
         if "tensor" in fields:
             return self._tensor(fields), 0
         if "value" in fields:
@@ -211,9 +213,9 @@ class _NodeParser:
             keys = self._keys(fields[kind])
             return Container(kind, (), keys), len(keys)
         if kind == "list" or kind == "tuple":
-            return Container(kind), checks.size(fields[kind], f"length of a {kind}")
+            return Container(kind), schema.size(fields[kind], f"length of a {kind}")
         if kind == "namedtuple":
-            names = checks.texts(fields.get("fields"), "fields of a namedtuple")
+            names = schema.texts(fields.get("fields"), "fields of a namedtuple")
             self._refuse_repeated(names)
             return Container(kind, (), names, self._type(fields[kind])), len(names)
         if kind == "box":
@@ -221,52 +223,56 @@ class _NodeParser:
         if kind == "node":
             type_ = self._type(fields[kind])
             if "length" in fields:
-                return Container(kind, (), (), type_), checks.size(fields["length"], "length")
+                return Container(kind, (), (), type_), schema.size(fields["length"], "length")
             keys = self._keys(fields.get("keys"))
             return Container(kind, (), keys, type_), len(keys)
         expected = f"one of tensor, value, {', '.join(_CONTAINER_KINDS)}"
-        checks.refuse("unknown kind of node in the tree", expected, short_repr(list(fields)))
+        schema.raise_error("unknown kind of node in the tree", expected, short_repr(list(fields)))
 
     def _tensor(self, fields: dict[str, object]) -> TensorLeaf:
-        checks = self._checks
-        tensor = checks.text(fields["tensor"], "tensor name")
+        schema = self._schema
+        tensor = schema.text(fields["tensor"], "tensor name")
         if len(fields) == 1:
             return TensorLeaf(tensor)
         if not fields.keys() <= _TENSOR_FIELDS:
             expected = f"the keys {', '.join(TensorLeaf._fields)}"
-            checks.refuse("malformed tensor leaf", expected, short_repr(list(fields)), tensor)
+            schema.raise_error("malformed tensor leaf", expected, short_repr(list(fields)), tensor)
         kind = fields.get("kind", "jax")
         if kind not in _TENSOR_KINDS:
             expected = f"one of {', '.join(_TENSOR_KINDS)}"
-            checks.refuse("unknown kind of tensor leaf", expected, short_repr(kind), tensor)
+            schema.raise_error("unknown kind of tensor leaf", expected, short_repr(kind), tensor)
         dtype, sharding, key_impl = map(fields.get, ("dtype", "sharding", "key_impl"))
         if dtype is not None:
-            dtype = checks.text(dtype, "dtype of a leaf")
+            dtype = schema.text(dtype, "dtype of a leaf")
             if dtype not in ONE_A_BYTE:
                 expected = f"one of {', '.join(ONE_A_BYTE)}"
-                checks.refuse("unknown dtype of a tensor leaf", expected, short_repr(dtype), tensor)
+                schema.raise_error(
+                    "unknown dtype of a tensor leaf", expected, short_repr(dtype), tensor
+                )
         return TensorLeaf(
             tensor,
             kind,
             dtype,
-            None if sharding is None else checks.size(sharding, "sharding", below=self._shardings),
-            None if key_impl is None else checks.text(key_impl, "key_impl of a leaf"),
+            None if sharding is None else schema.size(sharding, "sharding", limit=self._shardings),
+            None if key_impl is None else schema.text(key_impl, "key_impl of a leaf"),
         )
 
     def _type(self, raw: object) -> str:
-        return sys.intern(self._checks.text(raw, "type of a node"))
+        return sys.intern(self._schema.text(raw, "type of a node"))
 
     def _keys(self, raw: object) -> tuple[Key, ...]:
         keys = tuple(
             key if type(key) is str else self._scalar(key)
-            for key in self._checks.items(raw, "keys of a node")
+            for key in self._schema.items(raw, "keys of a node")
         )
         self._refuse_repeated(keys)
         return keys
 
     def _refuse_repeated(self, keys: tuple[Key, ...]) -> None:
         if len(set(keys)) != len(keys):
-            self._checks.refuse("a key of a node is repeated", "each key once", short_repr(keys))
+            self._schema.raise_error(
+                "a key of a node is repeated", "each key once", short_repr(keys)
+            )
 
     def _scalar(self, raw: object, depth: int = 0) -> Key:
         if raw is None or isinstance(raw, str | bool | int | float):
@@ -288,4 +294,4 @@ class _NodeParser:
 
     def _refuse_scalar(self, raw: object) -> NoReturn:
         expected = "a bool, a number, a string, or for keys null"
-        self._checks.refuse("malformed key or value in the tree", expected, short_repr(raw))
+        self._schema.raise_error("malformed key or value in the tree", expected, short_repr(raw))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from orbax_safetensors_layout.lazy import lazy_exports
 
 from .affine.bound import BoundExpr, Valued, WholeTensor
-from .affine.index_nodes import Computed, row_major
+from .affine.index_nodes import Decoded, row_major
 from .affine.leaf_pieces import (
     AffinePiece,
-    ComputedPiece,
+    DecodedPiece,
     FillPiece,
     Piece,
     affine_pieces,

@@ -108,7 +108,7 @@ def match_rules(rules: Sequence[Rule], specs: TensorSpecs, leaves: LeafShapes | 
     """Find the rule of each leaf.
 
     Where several rules match a leaf, those count that the checkpoint has tensors for, so that the
-    choice is the same whether leaves are given or not. Of the tensors only the names count. Where
+    choice is the same whether leaves are given or not. Only the names of the tensors count. Where
     `leaves` is None, the leaves are all that the checkpoint gives, and required ones.
     """
     problems: list[Problem] = []

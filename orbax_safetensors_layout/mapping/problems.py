@@ -11,8 +11,8 @@ from orbax_safetensors_layout.errors import MappingError, group_lines
 
 S = TypeVar("S")
 T = TypeVar("T")
-_MAX_NEAREST = 20
-_NEAREST = {
+_MAX_SUGGESTIONS = 20
+_SUGGESTIONS = {
     "file": "The nearest tensors are",
     "leaf": "The nearest leaves are",
     "rule": "The nearest targets of rules are",
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
     text: str  # a sentence without a final period
     kind: str = ""  # of many problems of one kind only the first are listed
     seek: str | None = None  # a name whose nearest existing names are listed,
-    among: str = "file"  # of this kind, a key of `_NEAREST`
+    among: str = "file"  # of this kind, a key of `_SUGGESTIONS`
     hint: str | None = None  # the remedy
 
 
@@ -77,10 +77,10 @@ def mapping_error(
 
     def line(problem: Problem) -> str:
         text = f"{problem.text}."
-        if problem.seek is not None and next(searches) < _MAX_NEAREST:
+        if problem.seek is not None and next(searches) < _MAX_SUGGESTIONS:
             suggestions = suggest_names(problem.seek, names.get(problem.among, ()))
             if suggestions:
-                text += f" {_NEAREST[problem.among]} {', '.join(map(repr, suggestions))}."
+                text += f" {_SUGGESTIONS[problem.among]} {', '.join(map(repr, suggestions))}."
         return f"{text} {problem.hint}" if problem.hint else text
 
     lines = group_lines(((p.kind or p, p) for p in unique), line, "like it")

@@ -108,8 +108,8 @@ class Mapping:
     def bind(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> BoundMapping:
         """Return each leaf as an expression over a checkpoint's tensors: the loading direction.
 
-        Of a path only the headers of files that hold a tensor of the mapping are read. `leaves` are
-        those to load; None takes all that the checkpoint gives.
+        With a path, only the headers of files that hold a tensor of the mapping are read. `leaves`
+        are those to load; None takes all that the checkpoint gives.
         """
         binder = Binder(self.rules, self._specs(checkpoint, leaves), leaves)
         return binder.bind(self._ignored if self.strict else None)
@@ -346,7 +346,7 @@ def _irreversible(expr: Expr) -> Iterator[Problem]:
             expr.op.inverse(np.dtype(np.float32))
         except MappingError as error:
             yield from problems_of(error)
-    for operand in expr.below():
+    for operand in expr.children():
         yield from _irreversible(operand)
 
 

@@ -17,8 +17,8 @@ from orbax_safetensors_layout.geometry import Box, StridedRuns, Tile, row_major_
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
     BoundExpr,
-    Computed,
-    ComputedPiece,
+    Decoded,
+    DecodedPiece,
     FillPiece,
     Mapping,
     Piece,
@@ -125,11 +125,11 @@ class MappedSource(NamedTuple):
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
         """Return strides, infinite between pieces; None where nothing is read, or always all."""
-        pieces = self.bound.pull_back(box, refined=True, gathers=True)
-        if any(isinstance(p, ComputedPiece) and isinstance(p.decoder, Whole) for p in pieces):
+        pieces = self.bound.pull_back(box, factored=True, gathers=True)
+        if any(isinstance(p, DecodedPiece) and isinstance(p.decoder, Whole) for p in pieces):
             return None
         for piece in pieces:
-            if isinstance(piece, AffinePiece) and not _is_refined([piece]):
+            if isinstance(piece, AffinePiece) and not _is_factored([piece]):
                 strides = _in_bytes(piece.view.strides, self.entries[piece.source].dtype.bits)
                 extents = zip(strides, piece.box.shape, box.shape, strict=True)
                 return tuple(stride if n == all_n else sys.maxsize for stride, n, all_n in extents)
@@ -145,7 +145,7 @@ class MappedSource(NamedTuple):
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
         fills = [piece for piece in pieces if isinstance(piece, FillPiece)]
         formats = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
-        is_whole = len(affine) + len(fills) == len(pieces) and not _is_refined(affine)
+        is_whole = len(affine) + len(fills) == len(pieces) and not _is_factored(affine)
         if is_whole and len(formats) == 1:
             ((stored, ops),) = formats
             # Beside values that are read, fills need whole bytes, and no cast.
@@ -163,13 +163,13 @@ class MappedSource(NamedTuple):
     def _parts(self, box: Box, most_bytes: int) -> Iterator[Box]:
         """Yields a box in parts, near together in the files, of bounded values and inputs."""
         nodes = self.bound.nodes()
-        whole = any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in nodes)
+        whole = any(isinstance(n, Decoded) and isinstance(n.decoder, Whole) for n in nodes)
         if whole or box.size * self.dtype.itemsize <= most_bytes // 4:
             yield box
             return
         taken = sum(
             math.prod(piece.view.shape) * self.entries[piece.source].dtype.bits // 8
-            for piece in affine_pieces(self.bound.pull_back(box, refined=True))
+            for piece in affine_pieces(self.bound.pull_back(box, factored=True))
         )
         most = box.size * most_bytes // max(taken, box.size * self.dtype.itemsize)
         distances = [self._distance(box, axis) for axis in range(len(box.start))]
@@ -182,7 +182,7 @@ class MappedSource(NamedTuple):
         first = Box(box.start, tuple(start + 1 for start in box.start))
         ends = []
         for corner in (first, first.along(axis, box.stop[axis] - 1, box.stop[axis])):
-            pieces = affine_pieces(self.bound.pull_back(corner, refined=True))
+            pieces = affine_pieces(self.bound.pull_back(corner, factored=True))
             ends.append(next(((p.source, p.view.offset) for p in pieces), None))
         near, far = ends
         if near is None or far is None or near[0] != far[0]:
@@ -190,14 +190,14 @@ class MappedSource(NamedTuple):
         return abs(near[1] - far[1])
 
     def _pieces(self, boxes: Sequence[Box]) -> list[Piece]:
-        """Return the pieces of boxes; refined ones where the others would be many times as many."""
+        """Return the pieces of boxes; factored ones where the others would be many times more."""
         pull = functools.partial(self.bound.pull_back, gathers=True)
-        # Interleaved rows, as of rotary embeddings, are a piece each, or one refined piece.
-        refined = [piece for box in boxes for piece in pull(box, refined=True)]
-        if not _is_refined(refined):
-            return refined
+        # Interleaved rows, as of rotary embeddings, are a piece each, or one factored piece.
+        factored = [piece for box in boxes for piece in pull(box, factored=True)]
+        if not _is_factored(factored):
+            return factored
         pieces = [piece for box in boxes for piece in pull(box)]
-        return pieces if len(pieces) <= _MOST_SPLIT * len(refined) else refined
+        return pieces if len(pieces) <= _MOST_SPLIT * len(factored) else factored
 
     def _read(
         self,
@@ -217,7 +217,7 @@ class MappedSource(NamedTuple):
         return plain._replace(shape=shape, sources=sources)
 
     def _compose(self, name: str, number: int, whole: Box, box: Box) -> ComposedBlock:
-        pieces = self.bound.pull_back(box, refined=True)
+        pieces = self.bound.pull_back(box, factored=True)
         inputs = []
         for piece in affine_pieces(pieces):
             # The piece by itself: its region is an array that begins at index 0.
@@ -229,7 +229,7 @@ class MappedSource(NamedTuple):
         return ComposedBlock(number, whole, box, pieces, tuple(inputs))
 
 
-def _is_refined(pieces: Sequence[Piece]) -> bool:
+def _is_factored(pieces: Sequence[Piece]) -> bool:
     return any(
         isinstance(p, AffinePiece) and p.gather is None and p.view.shape != p.box.shape
         for p in pieces

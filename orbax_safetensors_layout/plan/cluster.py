@@ -276,7 +276,7 @@ class _Groups:
         self._max_gap_bytes = max_gap_bytes
         self._processes = processes
         self.read, self.requests, self.most_held = np.zeros((3, processes), np.int64)
-        # Of the pending group, whose tiles are `_shared` or not; -1 where there is none.
+        # The pending group of each process: whether its tiles are `_shared`; -1 without one.
         self._shared = np.full(processes, -1)
         self._first, self._end, self._limit = np.zeros((3, processes), np.int64)
         self._buffers, self._held = np.zeros((2, processes), np.int64)

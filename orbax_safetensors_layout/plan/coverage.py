@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint's files each process of a cluster needs, and which it reads."""
+"""The bytes of a checkpoint's files that each process of a cluster needs, and those it reads."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class RegionPlanner:
 
     def __init__(self, profile: StorageProfile, memory_budget_bytes: int, *, adopt: bool) -> None:
         self._profile = profile
-        # Of a tile, unless arrays adopt it; a larger one is taken apart into its members.
+        # The largest tile that arrays do not adopt; a larger one is taken apart into members.
         self._most_bytes = None if adopt else memory_budget_bytes
         least = max(memory_budget_bytes // _SLABS_IN_BUDGET, 64 * KIB)
         self._slab_bytes = min(profile.request_bytes, least)
@@ -49,7 +49,7 @@ class RegionPlanner:
         if key not in self._single:
             leaf.check()
             make = self._packed if leaf.stored.packed else self._several
-            # From the tensor's first byte, for every tensor alike.
+            # From the tensor's first byte, the same for every tensor.
             reads = [r._replace(start=r.start - entry.start) for r in make(number, leaf)]
             self._single[key] = (leaf.local, reads)
         shift = entry.start

@@ -255,8 +255,8 @@ class WritePlanner:
         self._metadata: Mapping[str, str] = {"format": "pt", **options.metadata}
         self._max_file_bytes = options.max_file_bytes
         self._index, self._count = index, count
-        below = options.replicate_below_bytes if options.layout == "sharded" else 0
-        self._writers = PieceWriters(count, replicate_below_bytes=below)
+        least = options.replicate_below_bytes if options.layout == "sharded" else 0
+        self._writers = PieceWriters(count, replicate_below_bytes=least)
         self._whole: dict[tuple[int, int], Tile | None] = {}
 
     def hf(self, stored: StoredPieces | None = None) -> WritePlan:

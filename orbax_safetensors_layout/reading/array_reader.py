@@ -48,7 +48,7 @@ class ArrayReader:
     in_order: bool = False
     # Whether bytes between two regions may be read; not where another process reads them.
     joins_gaps: bool = True
-    check_values: bool = True  # refuse bytes that are no values; not where bits are compared
+    check_values: bool = True  # refuse bytes that encode no value; not where bits are compared
     mmap: bool = False  # take mapped pages of local files where these are aligned
 
     def plan(self, reads: RegionReads) -> ReadPlan:

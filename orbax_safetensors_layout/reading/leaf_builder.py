@@ -45,9 +45,9 @@ class LeafBuilder:
     ) -> Wait | None:
         """Takes the values of some boxes of a leaf, or of several that are tied.
 
-        Of tied leaves each numpy array is a copy, which may be written to. On the CPU backend
-        arrays adopt aligned values, so they must never be written again. What is returned waits
-        until the values are on their devices.
+        Each numpy array among tied leaves is a copy, which may be written to. On the CPU backend
+        arrays adopt aligned values, so they must never be written again. The function returned
+        waits until the values are on their devices.
         """
         waits: list[Wait] = []
         on_devices_first = sorted(leaves, key=lambda leaf: leaf.abstract.placement is None)

@@ -107,13 +107,13 @@ class PlanReader:
 
     def run(self) -> ReadStats:
         needing: dict[int, set[int]] = {}
-        computed: set[TileKey] = set()
+        converted: set[TileKey] = set()
         for _, regions in self._plan.batches:
             for region in regions:
                 members = region.layout.tile.members
                 needing.setdefault(region.leaf, set()).update(members)
-                if self._plan.leaves[region.leaf].is_converted and region.tile not in computed:
-                    computed.add(region.tile)
+                if self._plan.leaves[region.leaf].is_converted and region.tile not in converted:
+                    converted.add(region.tile)
                     self._parts_left.update((region.leaf, member) for member in members)
         for number, leaf in enumerate(self._plan.leaves):
             if number not in needing or leaf.fills:
@@ -257,7 +257,7 @@ class PlanReader:
         with self._explained([region], self._plan.leaves[region.leaf].file):
             for box, value, out in zip(region.layout.regions, values, outs, strict=True):
                 self._compute(region.leaf, box, value, out)
-        return functools.partial(self._computed, region)
+        return functools.partial(self._complete, region)
 
     def _open(self, number: int, member: int, part: Box) -> np.ndarray:
         """Where a part of a box goes, in the memory of the array."""
@@ -287,7 +287,7 @@ class PlanReader:
         for fill in leaf.fills:
             fill.put(box, out, fill.value)
 
-    def _computed(self, region: ByteRegion) -> None:
+    def _complete(self, region: ByteRegion) -> None:
         number = region.leaf
         self._budget.release(self._read_bytes(region))
         whole, parts = [], []

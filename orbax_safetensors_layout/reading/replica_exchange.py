@@ -188,8 +188,8 @@ def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]
     digest = hashlib.sha256()
     numbers: dict[int, int] = {}
 
-    def add(fact: object) -> None:
-        digest.update(repr(fact).encode())
+    def add(value: object) -> None:
+        digest.update(repr(value).encode())
 
     def number(shared: object) -> int:  # of what many leaves have in common, added once
         if id(shared) not in numbers:
@@ -224,7 +224,7 @@ class ReplicaExchange:
         self._values = values
         self._group = group
         self._process = group.process_index
-        # Of the step that has begun: its leaves, rounds, and by leaf what is sent to others.
+        # The step that has begun: its leaves, rounds, and by leaf what is sent to others.
         self._step_leaves: Sequence[ResolvedLeaf] = ()
         self._rounds: list[tuple[Round, SendBuffer]] = []
         self._fragments: dict[int, tuple[SendBuffer, list[Fragment]]] = {}

@@ -131,11 +131,11 @@ def _sources(
     else:
         check_mapping(mapping)
         names = [abstract.unboxed or abstract.name for abstract in parsed]
-        below = tuple(f"{name}." for name in tree.skipped)
+        prefixes = tuple(f"{name}." for name in tree.skipped)
         shapes: dict[str, tuple[int, ...] | None] = {
             leaf: None
-            for leaf in (mapping.leaf_names(catalog.names) if below else ())
-            if leaf in tree.skipped or leaf.startswith(below)
+            for leaf in (mapping.leaf_names(catalog.names) if prefixes else ())
+            if leaf in tree.skipped or leaf.startswith(prefixes)
         }
         shapes.update((name, abstract.shape) for name, abstract in zip(names, parsed, strict=True))
         sources = array_sources(catalog, mapping, shapes)
@@ -241,5 +241,5 @@ def _refuse_unexpected(catalog: Catalog, names: list[str], tree: AbstractTree) -
         message = "the checkpoint has a tensor that the abstract tree does not name"
         raise UnexpectedTensorError.collect(
             [UnexpectedTensorError(message, file=catalog.path, tensor=name) for name in unexpected],
-            hint="Put `...` where a tensor is not wanted, or load with ReadOptions(strict=False).",
+            hint="Put `...` for a tensor to leave out, or load with ReadOptions(strict=False).",
         )

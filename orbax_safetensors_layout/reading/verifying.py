@@ -66,8 +66,8 @@ class VerifyingReader:
     ) -> None:
         """Holds files against their checksums: `files`, those that were read, and the small ones.
 
-        What was not read of them, here or in `ranges`, is read. Of several processes each takes a
-        `share` of the files. `strict` refuses files without a checksum.
+        Bytes of them that were not read, here or in `ranges`, are read. Each of several processes
+        takes a `share` of the files. `strict` refuses files without a checksum.
         """
         read = ranges_by_file([*ranges, *self.read.take()])
         small = (name for name in self._digests if not name.endswith(SUFFIX))

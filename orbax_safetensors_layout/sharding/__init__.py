@@ -1,4 +1,4 @@
-"""Which process and device holds which box of an array: shardings, meshes, sharding rules."""
+"""The boxes of an array that each process and device holds: shardings, meshes, sharding rules."""
 
 from __future__ import annotations
 

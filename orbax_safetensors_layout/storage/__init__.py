@@ -14,8 +14,8 @@ from .base import (
     write_file,
 )
 from .buffers import MemoryReader
+from .commit_note import partial_folder
 from .local import LocalStorage
 from .local_commit import Claim, check_replaceable, claimed, finish_interrupted, link_tree
 from .local_write import FULL, ResumableFile, flush_folder, storage_errors
-from .publish_note import partial_folder
 from .schemes import open_storage

@@ -36,7 +36,7 @@ class FileWriter(Protocol):
         """Drops the file, as far as possible. Never raises; does nothing when finished."""
 
 
-class Publication(Protocol):
+class NewFolder(Protocol):
     """Makes the files of a save, written to `folder`, appear at `target`: together if it can.
 
     The methods are for one process; the others only write.
@@ -52,11 +52,11 @@ class Publication(Protocol):
     def prepare(self) -> None:
         """Makes `folder` ready to be written to, if the target can be replaced."""
 
-    def publish(self) -> None:
+    def commit(self) -> None:
         """Puts the complete files in their place."""
 
     def end(self) -> None:
-        """Removes what was not published, as far as possible, and gives up the claim."""
+        """Removes what was not committed, as far as possible, and gives up the claim."""
 
 
 class RangeReader(Protocol):
@@ -114,11 +114,11 @@ class Storage(RangeReader, Protocol):
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         """Begins a file that replaces another when finished, and survives a crash if `durable`."""
-        self._refuse(file)
+        self._raise_error(file)
 
     def make_folder(self, folder: str) -> None:
         """Makes a folder and its missing parents."""
-        self._refuse(folder)
+        self._raise_error(folder)
 
     def flush_folder(self, folder: str) -> None:
         """Makes the names in a folder durable."""
@@ -128,20 +128,20 @@ class Storage(RangeReader, Protocol):
         """Raises if files below a folder are not those written through this storage."""
         return
 
-    def publication(
+    def new_folder(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
-    ) -> Publication:
+    ) -> NewFolder:
         """Return how a save appears at the folder `target`, or with `overwrite` replaces it.
 
         `rank` tells which names in it belong to a checkpoint; only a save uses those in `scratch`.
         """
-        self._refuse(target)
+        self._raise_error(target)
 
     def remove(self, path: str) -> None:
         """Removes a file, or a folder with all that is in it, if it exists."""
-        self._refuse(path)
+        self._raise_error(path)
 
-    def _refuse(self, path: str) -> NoReturn:
+    def _raise_error(self, path: str) -> NoReturn:
         problem = f"{self.kind}:// paths cannot be written to"
         raise StorageError(problem, file=path, hint=self.save_hint)
 

@@ -20,7 +20,7 @@ from obstore import exceptions
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import RetryPolicy
 
-from .base import Buffer, FileWriter, Publication, Rank, Storage, join, new_file
+from .base import Buffer, FileWriter, NewFolder, Rank, Storage, join, new_file
 from .buffers import changed, fill, truncated
 from .cloud_client import NOT_FOUND, Client, classify, open_client
 from .cloud_commit import (
@@ -184,9 +184,9 @@ class CloudStorage(Storage):
                 writer.write_at(start, [data])
             check()
 
-    def publication(
+    def new_folder(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
-    ) -> Publication:
+    ) -> NewFolder:
         return StagedCopy(target, self, rank) if overwrite else InPlace(target, self, rank, scratch)
 
     def check_written(self, folder: str) -> None:

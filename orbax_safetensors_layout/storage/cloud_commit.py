@@ -17,8 +17,8 @@ from typing import Protocol, TypeAlias
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
 from orbax_safetensors_layout.runtime import Workers
 
-from .base import Publication, Rank, Storage, join, write_file
-from .publish_note import partial_folder
+from .base import NewFolder, Rank, Storage, join, write_file
+from .commit_note import partial_folder
 
 _AT_ONCE = 16
 _RENEWAL_SECONDS = 10.0
@@ -38,7 +38,7 @@ class _CopyingStorage(Storage, Protocol):
     def remove(self, path: str, *, check: Check = ...) -> None: ...
 
 
-class InPlace(Publication):
+class InPlace(NewFolder):
     """A save to a folder that has no checkpoint: files appear there, in the order of their writer.
 
     It makes no claim: one in the store would outlive a process that dies.
@@ -55,7 +55,7 @@ class InPlace(Publication):
         self._clear()  # what a save left that crashed before it wrote a tensor
         self._is_prepared = True
 
-    def publish(self) -> None:
+    def commit(self) -> None:
         self._is_prepared = False
 
     def end(self) -> None:
@@ -143,7 +143,7 @@ class _Claim:
         return time.monotonic() - self._renewed
 
 
-class StagedCopy(Publication):
+class StagedCopy(NewFolder):
     """A save that replaces what is in a folder: written beside it, then copied by the store."""
 
     def __init__(self, target: str, storage: _CopyingStorage, rank: Rank) -> None:
@@ -161,7 +161,7 @@ class StagedCopy(Publication):
         self._keeps = False
         self._storage.remove(self.folder, check=self._claim.check)
 
-    def publish(self) -> None:
+    def commit(self) -> None:
         new = _ranked(self._storage, self.folder, self._rank)
         old = _ranked(self._storage, self.target, self._rank)
         self._check_alone(self.folder, new)

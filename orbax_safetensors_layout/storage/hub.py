@@ -163,11 +163,11 @@ class HubStorage(RemoteStorage):
 
     def _checked(self, commit: object, modified: float, files: Sequence[Any]) -> _Snapshot:
         """Return a listing, no name of which reveals the token; raises where it is malformed."""
-        checks, sent = Schema(self._root, FormatError), Sent()
+        schema, sent = Schema(self._root, FormatError), Sent()
         sent.add("", build_hf_headers(library_name=_LIBRARY))
-        names = checks.texts([commit, *(file.rfilename for file in files)], "name")
-        digests = checks.texts([getattr(file.lfs, "sha256", "") or "" for file in files], "digest")
-        sizes = checks.sizes([file.size or 0 for file in files], "size")
+        names = schema.texts([commit, *(file.rfilename for file in files)], "name")
+        digests = schema.texts([getattr(file.lfs, "sha256", "") or "" for file in files], "digest")
+        sizes = schema.sizes([file.size or 0 for file in files], "size")
         "".join(names).encode()  # raises for lone surrogates
         shown_commit, *paths = map(sent.redact_sent, names)
         entries = dict(zip(paths, zip(sizes, digests, strict=True), strict=True))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from orbax_safetensors_layout.errors import StorageError
 
-from .base import Buffer, FileWriter, Publication, Rank, Storage
+from .base import Buffer, FileWriter, NewFolder, Rank, Storage
 from .local_commit import FolderExchange
 from .local_file import Identity, PinnedFile, PinnedFolder, check_same, replaced
 from .local_write import LocalFileWriter, flush_folder, storage_errors
@@ -113,9 +113,9 @@ class LocalStorage(Storage):
     def flush_folder(self, folder: str) -> None:
         flush_folder(folder)
 
-    def publication(
+    def new_folder(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
-    ) -> Publication:
+    ) -> NewFolder:
         return FolderExchange(target, self, rank)
 
     def remove(self, path: str) -> None:

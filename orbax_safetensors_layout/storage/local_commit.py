@@ -17,15 +17,15 @@ from absl import logging
 
 from orbax_safetensors_layout.errors import StorageError
 
-from .base import Publication, Rank, Storage
+from .base import NewFolder, Rank, Storage
+from .commit_note import Note, aside_folder, entries_of, lock_file, partial_folder
 from .local_write import CFunction, flush_folder, libc_function, storage_errors
-from .publish_note import Note, aside_folder, entries_of, lock_file, partial_folder
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-class FolderExchange(Publication):
+class FolderExchange(NewFolder):
     """A save that is written beside its folder, and exchanged for it when it is complete."""
 
     def __init__(self, target: str, storage: Storage, rank: Rank) -> None:
@@ -44,8 +44,8 @@ class FolderExchange(Publication):
         check_replaceable(self.target)
         self._storage.make_folder(self.folder)
 
-    def publish(self) -> None:
-        self._claim.publish(self.folder, is_replaced=lambda name: self._rank(name) is not None)
+    def commit(self) -> None:
+        self._claim.commit(self.folder, is_replaced=lambda name: self._rank(name) is not None)
 
     def end(self) -> None:
         self._stack.close()
@@ -67,7 +67,7 @@ class Claim:
         """Puts back, or removes, what a holder that was killed left beside the folder."""
         with storage_errors("cannot put in order what a crash left", self._folder):
             aside = aside_folder(self._folder)
-            if self.was_published():
+            if self.was_committed():
                 _remove_tree(aside)
             elif os.path.isdir(aside):
                 self._put_back(aside)
@@ -89,7 +89,7 @@ class Claim:
                 hint="Remove one of the two, or move it away.",
             ) from error
 
-    def was_published(self, identity: str | None = None) -> bool:
+    def was_committed(self, identity: str | None = None) -> bool:
         """Whether a folder (any, or with that identity) of a killed holder is in the place."""
         note = self._note
         return note is not None and identity in (None, note.identity) and note.is_at(self._folder)
@@ -99,18 +99,18 @@ class Claim:
         self._note = None
         os.ftruncate(self._fd, 0)
 
-    def publish(
+    def commit(
         self, finished: str, *, is_replaced: Callable[[str], bool], identity: str = ""
     ) -> None:
-        """Calls `publish_folder` for a finished folder, after a note of it for `was_published`."""
-        with storage_errors("cannot note what is about to be published", self._folder):
+        """Calls `commit_folder` for a finished folder, after a note of it for `was_committed`."""
+        with storage_errors("cannot note what is about to be committed", self._folder):
             name = os.path.relpath(finished, os.path.dirname(self._folder))
             self._note = Note(name, identity, entries_of(finished))
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(self._note._asdict()).encode(), 0)
             os.fsync(self._fd)
         flush_folder(os.path.dirname(self._folder))
-        publish_folder(finished, self._folder, is_replaced=is_replaced)
+        commit_folder(finished, self._folder, is_replaced=is_replaced)
 
     def release(self) -> None:
         """Removes the lock file, unless something that its note names is left beside the folder."""
@@ -130,7 +130,7 @@ def _remove_tree(folder: str) -> None:
         shutil.rmtree(folder)
 
 
-def publish_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:
+def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:
     """Puts a finished folder in the place of another beside it, which may exist.
 
     Files of the old folder that are not replaced, by `is_replaced`, are in the new one, too, also

@@ -24,7 +24,7 @@ from orbax_safetensors_layout.runtime import DIRECT_CHUNK_BYTES, direct_scratch
 
 from .base import Buffer
 from .buffers import changed, scatter, skip, transfer, truncated
-from .publish_note import folder_being_replaced
+from .commit_note import folder_being_replaced
 
 _PAGE = mmap.PAGESIZE
 _PLACE_ATTEMPTS = 3
@@ -37,7 +37,7 @@ UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 class PinnedFolder:
     """A folder that stays the same one, with what is in it, wherever it is moved.
 
-    A checkpoint is replaced by another folder. Who reads the old one reads on in it, or is told
+    A checkpoint is replaced by another folder. A reader of the old one reads on in it, or is told
     when it is gone. Where two folders cannot be exchanged, it is found, for an instant or after a
     crash, at `folder_being_replaced`.
     """

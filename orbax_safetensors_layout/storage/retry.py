@@ -152,7 +152,7 @@ def http_date(text: str | None) -> datetime.datetime | None:
     """Returns the moment that a header tells (RFC 9110, 5.6.7); None if it tells none."""
     try:
         date = email.utils.parsedate_to_datetime(text or "")
-        # Of a year at either end of what a date can be, another zone's may be none.
+        # A date in the first or last possible year may be out of range in another zone.
         return date.replace(tzinfo=date.tzinfo or datetime.UTC).astimezone(datetime.UTC)
     except (ValueError, TypeError, OverflowError):
         return None

@@ -146,7 +146,7 @@ def write_mapped(
     for file, entry in tensors:
         expr = mapped.expressions[entry.name]
         box = Box.whole(expr.shape)
-        pieces = expr.pull_back(box, refined=True)
+        pieces = expr.pull_back(box, factored=True)
         nbytes = box.size * entry.dtype.numpy.itemsize  # unpacked
         folder.check()
         folder.budget.reserve(nbytes, folder.pool.progress)

@@ -53,28 +53,28 @@ def commit_when_complete(
     def rank(name: str) -> int | None:
         return 0 if name in sidecar_files else appearance_rank(name)
 
-    publication = storage.publication(
+    new_folder = storage.new_folder(
         target, overwrite=overwrite, rank=rank, scratch=(PIECES_FOLDER,)
     )
     error: BaseException | None = None
     try:
         with group.together("preparing the folder"):
             if group.is_leader:
-                publication.begin()
+                new_folder.begin()
                 exists = functools.partial(is_safetensors_checkpoint, storage=storage)
-                check_target(storage, publication.target, sidecar_files, overwrite, exists)
-                publication.prepare()
-        yield publication.folder
+                check_target(storage, new_folder.target, sidecar_files, overwrite, exists)
+                new_folder.prepare()
+        yield new_folder.folder
         if group.is_leader:
-            publication.publish()
+            new_folder.commit()
     except BaseException as problem:
         error = problem
         group.abandon()
         if group.is_leader:
             group.await_others()
     if group.is_leader:
-        publication.end()
-    group.barrier("publishing the checkpoint", error)
+        new_folder.end()
+    group.barrier("committing the checkpoint", error)
 
 
 def check_target(

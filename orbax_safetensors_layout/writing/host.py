@@ -33,7 +33,7 @@ class HostValues:
 
     On the CPU backend they are views of the shards' own memory: JAX does not reuse it while they
     live, also not for a donated array (seen with jax 0.7 to 0.12; `test_save_v0.py` checks it).
-    Of numpy arrays, too, until `capture`: then the caller may overwrite these.
+    They are views of numpy arrays, too, until `capture`; then the caller may overwrite these.
     """
 
     def __init__(self, values: Sequence[Any], leaves: Sequence[LeafWrite]) -> None:

@@ -15,7 +15,7 @@ from command_line import run
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout import cli
-from orbax_safetensors_layout.cli.main import VERBS, main
+from orbax_safetensors_layout.cli.main import COMMANDS, main
 
 
 def test_consolidate(tmp_path):
@@ -47,16 +47,16 @@ def test_errors_take_one_line(tmp_path):
     assert run("nothing").returncode == 2
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
-def test_every_verb_has_help_with_an_example(verb, capsys):
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_verb_has_help_with_an_example(command, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main([verb.name, "--help"])
+        main([command.name, "--help"])
     assert not stopped.value.code
     shown = capsys.readouterr().out
     assert "example" in shown
-    for example in verb.examples:
+    for example in command.examples:
         assert f"  orbax-safetensors {example}" in shown
-        assert example.split()[0] == verb.name
+        assert example.split()[0] == command.name
 
 
 def test_the_version_and_the_families(capsys):

@@ -85,7 +85,9 @@ def test_interrupted_and_continued(tmp_path):
     done = run(*arguments, program="cli_convert_interrupted.py", cwd=tmp_path)
     assert done.returncode == 130, done.stderr
     (left,) = (path for path in tmp_path.iterdir() if path.name.startswith("."))
-    assert f"What is written stays in {left}; the same command continues there" in done.stderr
+    assert (
+        f"The files written so far stay in {left}; the same command continues there" in done.stderr
+    )
     assert not (tmp_path / "to").exists()
     done = run("convert", *arguments[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr

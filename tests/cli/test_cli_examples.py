@@ -1,4 +1,4 @@
-"""The examples of every verb's `--help` run, on small checkpoints of the names that they use."""
+"""The examples of every command's `--help` run, on small checkpoints of the names that they use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from checkpoints import save
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.cli.main import VERBS, main
+from orbax_safetensors_layout.cli.main import COMMANDS, main
 
 CONFIG = {
     "model_type": "llama",
@@ -67,19 +67,19 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
-def test_examples_run(folder, verb, capsys):
-    for number, example in enumerate(verb.examples):
-        command, _, piped = example.partition(" | ")
-        arguments = shlex.split(command)
-        if verb.name in ("convert", "consolidate") and "exported" in arguments:
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_examples_run(folder, command, capsys):
+    for number, example in enumerate(command.examples):
+        line, _, piped = example.partition(" | ")
+        arguments = shlex.split(line)
+        if command.name in ("convert", "consolidate") and "exported" in arguments:
             arguments[arguments.index("exported")] = f"exported-{number}"
         assert main(arguments) == 0, capsys.readouterr().err
         out = capsys.readouterr().out
         if piped:
             assert piped == "jq .total.parameters"
             assert json.loads(out)["total"]["parameters"] > 0
-    if verb.name == "convert":
+    if command.name == "convert":
         there = {"llama-orbax", "maxtext", "exported-2", "llama-pieces"}
         assert there <= {path.name for path in folder.iterdir()}
         loaded = osl.load(folder / "exported-2")

@@ -317,16 +317,16 @@ def test_an_interrupt_leaves_what_is_done(tmp_path):
 
 def ends_while_publishing(source, target, *, after, **more):
     """A conversion that ends as a kill would end it: `after` the folder took its place, or not."""
-    real = local_commit.publish_folder
+    real = local_commit.commit_folder
 
-    def publish_folder(*arguments, **keywords):
+    def commit_folder(*arguments, **keywords):
         if after:
             with mock.patch.object(local_commit, "_remove_old"):
                 real(*arguments, **keywords)
         raise KeyboardInterrupt
 
     with (
-        mock.patch.object(local_commit, "publish_folder", publish_folder),
+        mock.patch.object(local_commit, "commit_folder", commit_folder),
         pytest.raises(KeyboardInterrupt),
     ):
         osl.convert(source, target, **CONTINUED | more)

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.geometry.affine import AffineView
 from orbax_safetensors_layout.geometry.box import Box, cover
 from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
     AffinePiece,
-    ComputedPiece,
+    DecodedPiece,
     FillPiece,
     affine_pieces,
     apply_view,
@@ -40,8 +40,8 @@ def bound(expr, captures=None, dtype=F32, **shapes):
     return expr.bind(captures or {}, {name: (shape, dtype) for name, shape in shapes.items()})
 
 
-def whole(bound_expr, *, refined=False):
-    return bound_expr.pull_back(Box.whole(bound_expr.shape), refined=refined)
+def whole(bound_expr, *, factored=False):
+    return bound_expr.pull_back(Box.whole(bound_expr.shape), factored=factored)
 
 
 def overlap(boxes):
@@ -65,8 +65,8 @@ def test_pieces_are_what_numpy_makes_of_the_full_tensors(data):
     )
     expected = case.array[box.slices]
     assert_same_bits(evaluate(bound_expr, case.tensors, box), expected)
-    assert cover([piece.box for piece in bound_expr.pull_back(box, refined=True)], box)
-    assert_same_bits(evaluate(bound_expr, case.tensors, box, refined=True), expected)
+    assert cover([piece.box for piece in bound_expr.pull_back(box, factored=True)], box)
+    assert_same_bits(evaluate(bound_expr, case.tensors, box, factored=True), expected)
     assert index_only(pieces) or not index_only(whole(bound_expr))
 
 
@@ -82,7 +82,7 @@ def test_only_what_is_needed_is_read(data):
 
 
 @pytest.mark.parametrize(
-    ("expr", "shape", "count", "refined"),
+    ("expr", "shape", "count", "factored"),
     [
         (tensor("x").transpose(), (6, 8), 1, 1),
         (tensor("x").rearrange("(h d) e -> e h d", d=4), (8, 6), 1, 1),
@@ -104,10 +104,10 @@ def test_only_what_is_needed_is_read(data):
         (tensor("x").pad(0, 1, 2), (8, 6), 3, 3),
     ],
 )
-def test_number_of_pieces(expr, shape, count, refined):
+def test_number_of_pieces(expr, shape, count, factored):
     bound_expr = bound(expr, x=shape)
     assert len(whole(bound_expr)) == count
-    assert len(whole(bound_expr, refined=True)) == refined
+    assert len(whole(bound_expr, factored=True)) == factored
 
 
 def test_merging_pieces_costs_what_the_box_needs():
@@ -116,7 +116,7 @@ def test_merging_pieces_costs_what_the_box_needs():
     assert piece.view == AffineView(5 << 20, (4,), (1 << 20,))
     pieces = bound_expr.pull_back(Box(((1 << 20) - 2,), ((3 << 20) + 1,)))
     assert [piece.box.size for piece in pieces] == [2, 1 << 20, 1 << 20, 1]
-    assert len(bound_expr.pull_back(Box((7,), (1 << 40,)), refined=True)) == 2
+    assert len(bound_expr.pull_back(Box((7,), (1 << 40,)), factored=True)) == 2
 
 
 def test_merged_pieces_that_continue_are_one():
@@ -125,12 +125,12 @@ def test_merged_pieces_that_continue_are_one():
     assert len(bound_expr.pull_back(Box((0, 3), (1, 27)))) == 1
 
 
-@pytest.mark.parametrize("refined", [False, True])
-def test_fused_gate_up(refined):
+@pytest.mark.parametrize("factored", [False, True])
+def test_fused_gate_up(factored):
     x = random_tensor(4, 6, 10)
     gate = tensor("x").slice(-1, None, None, 2).transpose(0, 2, 1)
     bound_expr = bound(gate, x=x.shape)
-    (piece,) = whole(bound_expr, refined=refined)
+    (piece,) = whole(bound_expr, factored=factored)
     assert piece.view == AffineView(0, (4, 5, 6), (60, 2, 10))
     assert_same_bits(evaluate(bound_expr, {"x": x}), x[..., ::2].transpose(0, 2, 1))
 
@@ -259,10 +259,10 @@ def test_opaque_reads_everything_and_gives_the_shard():
     for box in (Box((2,), (7,)), Box((0,), (16,))):
         assert_same_bits(evaluate(bound_expr, {"x": x, "y": y}, box), expected[box.slices])
         assert_same_bits(
-            evaluate(bound_expr, {"x": x, "y": y}, box, refined=True), expected[box.slices]
+            evaluate(bound_expr, {"x": x, "y": y}, box, factored=True), expected[box.slices]
         )
     pieces = bound_expr.pull_back(Box((1,), (3,)))
-    assert all(isinstance(piece, ComputedPiece) for piece in pieces)
+    assert all(isinstance(piece, DecodedPiece) for piece in pieces)
     assert sorted(p.view.shape for p in affine_pieces(pieces[:1])) == [(4,), (4, 4)]
 
 

@@ -13,7 +13,7 @@ from mapping_expressions import evaluate, index_only, specs_of
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry.box import Box
 from orbax_safetensors_layout.mapping import Mapping, rule
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import ComputedPiece, affine_pieces
+from orbax_safetensors_layout.mapping.affine.leaf_pieces import DecodedPiece, affine_pieces
 from orbax_safetensors_layout.mapping.expr.concat_stack import stack
 from orbax_safetensors_layout.mapping.expr.expression import tensor
 from orbax_safetensors_layout.mapping.expr.quantized import (
@@ -63,7 +63,7 @@ def test_block_scales(data):
     assert (bound_expr.shape, bound_expr.dtype) == (expected.shape, BF16)
     box = data.draw(boxes_in(bound_expr.shape))
     assert_same_bits(evaluate(bound_expr, tensors, box), expected[box.slices])
-    assert_same_bits(evaluate(bound_expr, tensors, box, refined=True), expected[box.slices])
+    assert_same_bits(evaluate(bound_expr, tensors, box, factored=True), expected[box.slices])
 
 
 def test_a_shard_reads_its_values_and_the_scales_of_its_blocks():
@@ -91,7 +91,7 @@ def test_stacked_experts_of_quantised_layers():
         [decoded_blocks(tensors[f"e.{e}.w"], tensors[f"e.{e}.s"], (4, 4)) for e in range(3)]
     )
     assert_same_bits(evaluate(bound_expr, tensors, box), expected[box.slices])
-    assert all(isinstance(piece, ComputedPiece) for piece in bound_expr.pull_back(box))
+    assert all(isinstance(piece, DecodedPiece) for piece in bound_expr.pull_back(box))
     sources = {piece.source for piece in affine_pieces(bound_expr.pull_back(box))}
     assert sources == {"e.1.w", "e.1.s", "e.2.w", "e.2.s"}
 

@@ -57,7 +57,7 @@ def main(log, source, target, form, kill):
     watched(
         journal.Journal, "_write", kill, count, None, lambda self, line: record("recorded", line)
     )
-    watched(pipeline.Conversion, "_publish", kill, count)
+    watched(pipeline.Conversion, "_commit", kill, count)
     options = osl.ConvertOptions(memory_budget_bytes=128 << 10)  # blocks of 8 KiB
     done = osl.convert(source, target, format=form, mesh={"fsdp": 4}, options=options)
     record("end", count[0], done.resumed_bytes)

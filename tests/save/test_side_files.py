@@ -12,7 +12,7 @@ from recording import recording
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format.manifest import MANIFEST
-from orbax_safetensors_layout.storage.publish_note import entries_of
+from orbax_safetensors_layout.storage.commit_note import entries_of
 from orbax_safetensors_layout.writing import appearance_rank
 
 TENSORS = {"w": np.arange(6, dtype=np.float32)}

@@ -34,14 +34,14 @@ def save_cut_off(monkeypatch, target, calls, nth, *, jump):
     Returns:
         The error, or None; and whether there was such a call.
     """
-    publish, call = cloud_commit.StagedCopy.publish, getattr(*calls)
+    publish, call = cloud_commit.StagedCopy.commit, getattr(*calls)
     modified_seconds = cloud.CloudStorage.modified_seconds
     begun, old_claims, offset, count = [], [], [0.0], itertools.count()
 
-    def begin_publishing(publication):
-        begun.append(publication)
-        publish(publication)
-        begun.remove(publication)
+    def begin_publishing(new_folder):
+        begun.append(new_folder)
+        publish(new_folder)
+        begun.remove(new_folder)
 
     def cut_off(*args, **kwargs):
         if len(begun) == 1 and next(count) == nth:
@@ -54,7 +54,7 @@ def save_cut_off(monkeypatch, target, calls, nth, *, jump):
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0])
     monkeypatch.setattr(cloud_commit, "time", clock)
     monkeypatch.setattr(cloud_commit, "_RENEWAL_SECONDS", 0.05)
-    monkeypatch.setattr(cloud_commit.StagedCopy, "publish", begin_publishing)
+    monkeypatch.setattr(cloud_commit.StagedCopy, "commit", begin_publishing)
     monkeypatch.setattr(*calls, cut_off)
     monkeypatch.setattr(
         cloud.CloudStorage,

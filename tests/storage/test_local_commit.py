@@ -10,7 +10,7 @@ import pytest
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage import local_commit
-from orbax_safetensors_layout.storage.local_commit import publish_folder
+from orbax_safetensors_layout.storage.local_commit import commit_folder
 
 
 def tree(folder):
@@ -37,7 +37,7 @@ def is_replaced(name):
 
 
 def put(new, old):
-    publish_folder(str(new), str(old), is_replaced=is_replaced)
+    commit_folder(str(new), str(old), is_replaced=is_replaced)
 
 
 @pytest.fixture(params=["exchange", "no system call", "refused"])

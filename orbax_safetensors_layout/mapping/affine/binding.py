@@ -16,7 +16,7 @@ from ..matching import LeafShapes, Rule, RuleTarget, group_by_pattern, match_rul
 from ..names import WILDCARD, TensorSpec, TensorSpecs, substitute
 from ..problems import Problem, mapping_error, within
 from .bound import BoundExpr
-from .index_nodes import Computed
+from .index_nodes import Decoded
 
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 
@@ -48,7 +48,7 @@ class BoundMapping:
                 taken = f"{sources[0]} … {sources[-1]} ({len(sources)} tensors)"
             note = f"{self.notes[name]}{tied}"
             rows.append((name, str([*bound.shape]), bound.dtype.name, note, taken))
-            if any(isinstance(n, Computed) and isinstance(n.decoder, Whole) for n in bound.nodes()):
+            if any(isinstance(n, Decoded) and isinstance(n.decoder, Whole) for n in bound.nodes()):
                 remarks.append(f"{name}: every shard reads all that its opaque function takes.")
         return "\n".join([text_table(rows, len(_HEAD)), *remarks])
 

@@ -32,7 +32,7 @@ class Sink(NamedTuple):
     """Collects the pieces of a walk down an expression; flags as of `BoundExpr.pull_back`."""
 
     pieces: list[Piece]
-    refined: bool
+    factored: bool
     gathers: bool
 
 
@@ -52,11 +52,11 @@ class BoundExpr(abc.ABC):
             )
 
     def pull_back(
-        self, box: Box, *, refined: bool = False, gathers: bool = False
+        self, box: Box, *, factored: bool = False, gathers: bool = False
     ) -> tuple[Piece, ...]:
         """Return the disjoint pieces that cover a region; only what overlaps it is visited.
 
-        `refined` lets views take axes of the region apart: `piece.view.shape` has the factors of
+        `factored` lets views take axes of the region apart: `piece.view.shape` has the factors of
         `piece.box.shape`. Merged axes whose strides do not nest, repeats, and interleaved rows are
         then one piece instead of one for each index of their outer axis. `gathers` lets many
         indices in no regular order, or some that come again, be one piece with a `gather`.
@@ -65,7 +65,7 @@ class BoundExpr(abc.ABC):
             raise ValueError(f"{box} is not a region of an expression of shape {self.shape}.")
         if 0 in box.shape:
             return ()
-        sink = Sink([], refined, gathers)
+        sink = Sink([], factored, gathers)
         self.pull(Window.of(box), (), sink)
         pieces = merged(sink.pieces)
         return shared(pieces) if gathers else pieces
@@ -74,12 +74,12 @@ class BoundExpr(abc.ABC):
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         """Adds the pieces of a window, on whose values `ops` are still to be done."""
 
-    def below(self) -> Sequence[BoundExpr]:
+    def children(self) -> Sequence[BoundExpr]:
         return ()
 
     def nodes(self) -> Iterator[BoundExpr]:
         yield self
-        for operand in self.below():
+        for operand in self.children():
             yield from operand.nodes()
 
     def sources(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class Unary(BoundExpr):
 
     operand: BoundExpr
 
-    def below(self) -> Sequence[BoundExpr]:
+    def children(self) -> Sequence[BoundExpr]:
         return (self.operand,)
 
 
@@ -113,7 +113,7 @@ class WholeTensor(BoundExpr):
             return
         box = window.box
         view, ranks = refined_view(window, _strides(self.shape))
-        if sink.refined or len(view.shape) == len(ranks):
+        if sink.factored or len(view.shape) == len(ranks):
             sink.pieces.append(AffinePiece(box, self.name, view, ops))
         else:
             for part, plain in _plain_views(box, view, ranks):
@@ -168,7 +168,7 @@ def refined_view(window: Window, strides: Sequence[int]) -> tuple[AffineView, tu
 def _plain_views(
     box: Box, view: AffineView, ranks: Sequence[int]
 ) -> Iterator[tuple[Box, AffineView]]:
-    """Yields a refined view as views whose shape is their region's."""
+    """Yields a factored view as views whose shape is their region's."""
     last = [stop - 1 for stop in itertools.accumulate(ranks)]  # the innermost factor of each axis
     outer = [i for i in range(len(view.shape)) if i not in last]
     axes = [axis for axis, rank in enumerate(ranks) for _ in range(rank)]

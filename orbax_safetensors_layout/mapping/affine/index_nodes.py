@@ -20,7 +20,7 @@ from orbax_safetensors_layout.geometry import StridedRuns, row_major_strides
 
 from ..expr.values import ValueOp
 from .bound import BoundExpr, Sink, Unary, refined_view
-from .leaf_pieces import AffinePiece, ComputedPiece, Decoder, Piece, gathered, merged
+from .leaf_pieces import AffinePiece, DecodedPiece, Decoder, Piece, gathered, merged
 from .window import Window, divide, put, split
 
 _MANY_RUNS = 16  # fewer are a read each
@@ -96,8 +96,8 @@ def _groups(shape: tuple[int, ...], inner: tuple[int, ...]) -> Iterator[AxisGrou
     while i < len(shape) or j < len(inner):
         first, from_ = i, j
         i, j = min(i + 1, len(shape)), min(j + 1, len(inner))
-        while (outer := math.prod(shape[first:i])) != (below := math.prod(inner[from_:j])):
-            i, j = (i + 1, j) if outer < below else (i, j + 1)
+        while (outer := math.prod(shape[first:i])) != (inner_size := math.prod(inner[from_:j])):
+            i, j = (i + 1, j) if outer < inner_size else (i, j + 1)
         if shape[first:i] != inner[from_:j]:
             yield AxisGroup(first, shape[first:i], inner[from_:j])
 
@@ -182,9 +182,9 @@ class Taken(Unary):
         # All of the operand between the first and the last index, as if it were in the leaf.
         first = int(indices.min())
         whole = window.span(number, self.axis, first, int(indices.max()) - first + 1)
-        below = Sink([], sink.refined, gathers=False)
-        self.operand.pull(whole, ops, below)
-        pieces = merged(below.pieces)
+        inner_sink = Sink([], sink.factored, gathers=False)
+        self.operand.pull(whole, ops, inner_sink)
+        pieces = merged(inner_sink.pieces)
         indices = ((indices[:, None] - first) * inner + np.arange(inner)).reshape(-1)
         if len(pieces) > indices.size or not all(map(_is_regular, pieces)):
             return False
@@ -251,7 +251,7 @@ class _Joined(BoundExpr):
     operands: tuple[BoundExpr, ...]
     axis: int
 
-    def below(self) -> Sequence[BoundExpr]:
+    def children(self) -> Sequence[BoundExpr]:
         return self.operands
 
 
@@ -308,13 +308,13 @@ def concatenated(operands: Sequence[BoundExpr], axis: int) -> BoundExpr:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Computed(BoundExpr):
+class Decoded(BoundExpr):
     """A function of expressions that is not elementwise."""
 
     operands: tuple[BoundExpr, ...]
     decoder: Decoder
 
-    def below(self) -> Sequence[BoundExpr]:
+    def children(self) -> Sequence[BoundExpr]:
         return self.operands
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
@@ -325,7 +325,7 @@ class Computed(BoundExpr):
         start = tuple(map(operator.sub, window.start, region.start))
         view, _ = refined_view(window._replace(start=start), row_major_strides(region.shape))
         inputs = tuple(zip(operands, self.decoder.needs(region), strict=True))
-        sink.pieces.append(ComputedPiece(window.box, inputs, self.decoder, region, view, ops))
+        sink.pieces.append(DecodedPiece(window.box, inputs, self.decoder, region, view, ops))
 
 
 def _without_gaps(

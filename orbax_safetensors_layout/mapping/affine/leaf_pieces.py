@@ -26,7 +26,7 @@ class AffinePiece(NamedTuple):
 
     `view` maps an index within `box` to an element of the row-major tensor. Strides may be
     permuted, have gaps, be negative or, for repeated elements, 0. `view.shape` is `box.shape`;
-    where refined pieces were asked for, some axes are taken apart.
+    where factored pieces were asked for, some axes are taken apart.
 
     `gather`, if gathers were asked for, tells where each index of one axis is. `view` is then one
     such slab, to whose offset that of each is added; other pieces may fill gaps of `box`.
@@ -75,10 +75,10 @@ class _Input(Protocol):
     @property
     def dtype(self) -> np.dtype[Any]: ...
 
-    def pull_back(self, box: Box, *, refined: bool = False) -> tuple[Piece, ...]: ...
+    def pull_back(self, box: Box, *, factored: bool = False) -> tuple[Piece, ...]: ...
 
 
-class ComputedPiece(NamedTuple):
+class DecodedPiece(NamedTuple):
     """A region of a leaf that is computed from regions of expressions."""
 
     box: Box  # in the leaf
@@ -94,7 +94,7 @@ class ComputedPiece(NamedTuple):
         return apply_ops(selected.reshape(self.box.shape), self.ops)
 
 
-Piece = AffinePiece | FillPiece | ComputedPiece
+Piece = AffinePiece | FillPiece | DecodedPiece
 
 
 def affine_pieces(pieces: Iterable[Piece]) -> Iterator[AffinePiece]:
@@ -102,9 +102,9 @@ def affine_pieces(pieces: Iterable[Piece]) -> Iterator[AffinePiece]:
     for piece in pieces:
         if isinstance(piece, AffinePiece):
             yield piece
-        elif isinstance(piece, ComputedPiece):
+        elif isinstance(piece, DecodedPiece):
             for expression, box in piece.inputs:
-                yield from affine_pieces(expression.pull_back(box, refined=True))
+                yield from affine_pieces(expression.pull_back(box, factored=True))
 
 
 def assemble_box(
@@ -137,7 +137,7 @@ def assemble_box(
                 target[...] = apply_ops(values, piece.ops)
         else:
             inputs = [
-                assemble_box(expr.pull_back(part, refined=True), part, expr.dtype, read)
+                assemble_box(expr.pull_back(part, factored=True), part, expr.dtype, read)
                 for expr, part in piece.inputs
             ]
             target[...] = piece.fn(inputs)
@@ -253,7 +253,7 @@ def _join(a: Piece, b: Piece) -> Piece | None:
     if a.source != b.source or a.ops != b.ops or a.gather or b.gather:
         return None
     shape, other = a.box.shape, b.box.shape
-    if a.view.shape != shape or b.view.shape != other:  # refined
+    if a.view.shape != shape or b.view.shape != other:  # factored
         return None
     bounds = zip(a.box.start, a.box.stop, b.box.start, b.box.stop, strict=True)
     axes = [n for n, (start, stop, low, high) in enumerate(bounds) if (start, stop) != (low, high)]

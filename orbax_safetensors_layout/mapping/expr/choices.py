@@ -11,7 +11,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import Box
 
 from ..affine.bound import BoundExpr
-from ..affine.index_nodes import Computed
+from ..affine.index_nodes import Decoded
 from ..names import Captures, TensorSpecs, substitute
 from ..problems import gather
 from . import ops
@@ -28,7 +28,7 @@ class _Choice(Expr):
     def __repr__(self) -> str:
         return f"{type(self).__name__.lower()}({self.first!r}, {self.other!r})"
 
-    def below(self) -> Sequence[Expr]:
+    def children(self) -> Sequence[Expr]:
         return (self.first, self.other)
 
     def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
@@ -49,7 +49,7 @@ class Beside(_Choice):
     """An expression, and another that the checkpoint must have, too; it is not read."""
 
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
-        return gather(lambda expr: expr.bind_to(captures, specs), self.below())[0]
+        return gather(lambda expr: expr.bind_to(captures, specs), self.children())[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -69,7 +69,7 @@ class Same(_Choice):
         other = self.other.bind_to(captures, specs)
         if (first.shape, first.dtype) != (other.shape, other.dtype):
             raise _differ(self, expected=given(first), found=given(other))
-        return Computed(first.shape, first.dtype, (first, other), Compared(len(first.shape), self))
+        return Decoded(first.shape, first.dtype, (first, other), Compared(len(first.shape), self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Compared:
 def check_left_out(leaf: str, bound: BoundExpr) -> None:
     """Refuses to leave out a leaf whose load compares tensors."""
     for node in bound.nodes():
-        if isinstance(node, Computed) and isinstance(node.decoder, Compared):
+        if isinstance(node, Decoded) and isinstance(node.decoder, Compared):
             same = node.decoder.rule
             raise MappingError(
                 f"leaf {leaf!r} is left out, but its load has to show whether {same.other!r} is a"

@@ -40,7 +40,7 @@ class Stack(Expr):
         argument = "" if indices is None else f", indices={shown}"
         return f"stack({self.operand!r}, over={self.over!r}{axis}{argument})"
 
-    def below(self) -> Sequence[Expr]:
+    def children(self) -> Sequence[Expr]:
         return (self.operand,)
 
     def stacked_over(self) -> frozenset[str]:
@@ -114,7 +114,7 @@ class Concat(Expr):
         sizes = f", sizes={list(self.sizes)}" if self.sizes else ""
         return f"concat({list(self.operands)!r}, {self.axis}{sizes})"
 
-    def below(self) -> Sequence[Expr]:
+    def children(self) -> Sequence[Expr]:
         return self.operands
 
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:

@@ -125,17 +125,17 @@ class Expr(abc.ABC):
     def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         """Yields tensors with their shapes that follow from a leaf's, which must determine them."""
 
-    def below(self) -> Sequence[Expr]:
+    def children(self) -> Sequence[Expr]:
         return ()
 
     def patterns(self) -> Iterator[str]:
         """Yields the name patterns of all its tensors."""
-        for operand in self.below():
+        for operand in self.children():
             yield from operand.patterns()
 
     def stacked_over(self) -> frozenset[str]:
         """The wildcards of all stacks within it."""
-        return frozenset[str]().union(*(operand.stacked_over() for operand in self.below()))
+        return frozenset[str]().union(*(operand.stacked_over() for operand in self.children()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -197,7 +197,7 @@ class Apply(Expr):
     def __repr__(self) -> str:
         return f"{self.operand!r}.{self.op}"
 
-    def below(self) -> Sequence[Expr]:
+    def children(self) -> Sequence[Expr]:
         return (self.operand,)
 
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:

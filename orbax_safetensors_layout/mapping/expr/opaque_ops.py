@@ -12,7 +12,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import Box
 
 from ..affine.bound import BoundExpr
-from ..affine.index_nodes import Computed
+from ..affine.index_nodes import Decoded
 from ..names import Captures, TensorSpecs
 from ..problems import gather, within
 from . import ops
@@ -38,7 +38,7 @@ class Compute(Expr):
     def __repr__(self) -> str:
         return self.kernel.describe([repr(operand) for operand in self.operands])
 
-    def below(self) -> Sequence[Expr]:
+    def children(self) -> Sequence[Expr]:
         return self.operands
 
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
@@ -69,7 +69,7 @@ class Whole:
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         decoder = dataclasses.replace(self, inputs=tuple(o.shape for o in operands))
-        return Computed(self.shape, self.dtype, operands, decoder)
+        return Decoded(self.shape, self.dtype, operands, decoder)
 
     def widen(self, region: Box) -> Box:
         return Box.whole(self.shape)

@@ -20,7 +20,7 @@ from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.options import is_floating
 
 from ..affine.bound import BoundExpr
-from ..affine.index_nodes import Computed, reshaped
+from ..affine.index_nodes import Decoded, reshaped
 from ..argument_checks import integer, integers
 from .expression import Expr, as_expr
 from .opaque_ops import Compute
@@ -51,8 +51,8 @@ class _Scaled(abc.ABC):
         stored, scale = operands
         shape = self.decoded_shape(stored, scale)
         decoder = dataclasses.replace(self, shape=shape)
-        below, _ = decoder.needs(Box.whole(shape))
-        return Computed(shape, self.dtype, (reshaped(stored, below.shape), scale), decoder)
+        stored_box, _ = decoder.needs(Box.whole(shape))
+        return Decoded(shape, self.dtype, (reshaped(stored, stored_box.shape), scale), decoder)
 
     @abc.abstractmethod
     def decoded_shape(self, stored: BoundExpr, scale: BoundExpr) -> tuple[int, ...]:

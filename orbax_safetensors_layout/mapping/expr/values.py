@@ -111,7 +111,7 @@ class _Arithmetic:
             raise MappingError(f"{self}: {dtype.name} cannot hold the constant", hint=hint)
         return constant
 
-    def _refuse(self, hint: str | None) -> NoReturn:
+    def _raise_error(self, hint: str | None) -> NoReturn:
         raise MappingError(f"{self} does not invert exactly", hint=hint)
 
 
@@ -134,7 +134,7 @@ class Scale(_Arithmetic):
         if self.constant and not is_integer(dtype) and (exact or self.lossy_inverse):
             return Scale(1 / self.constant)
         hint = "A power of two does, in a wider dtype than the file's; or accept the rounding with"
-        self._refuse(f"{hint} lossy_inverse=True." if self.constant else None)
+        self._raise_error(f"{hint} lossy_inverse=True." if self.constant else None)
 
 
 class Add(_Arithmetic):
@@ -151,7 +151,7 @@ class Add(_Arithmetic):
         """Subtraction where it is exact: of zero, and of signed integers."""
         if self.constant == 0 or dtype.kind == "i" or self.lossy_inverse:
             return Add(-self.constant)
-        self._refuse("Accept the rounding with lossy_inverse=True.")
+        self._raise_error("Accept the rounding with lossy_inverse=True.")
 
 
 ValueOp = Cast | Scale | Add

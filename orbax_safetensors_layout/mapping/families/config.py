@@ -92,7 +92,7 @@ class Section:
         """Return a value as it is."""
         return self._values.get(name)
 
-    def refuse(self, name: str, expected: str, found: object) -> NoReturn:
+    def raise_error(self, name: str, expected: str, found: object) -> NoReturn:
         raise MappingError(
             f"{self._path + name!r} of the configuration is {short_repr(found)}", expected=expected
         )
@@ -120,7 +120,7 @@ class Section:
         """Return a number above zero that float32 can hold."""
         value = self._checked(name, (int, float), "a finite number above zero", default)
         if not 0 < value < 2.0**128:
-            self.refuse(name, "a finite number above zero", value)
+            self.raise_error(name, "a finite number above zero", value)
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -134,7 +134,7 @@ class Section:
         expected = "an array of strings"
         items = self._checked(name, (list, tuple), expected, ())
         if not all(isinstance(item, str) for item in items):
-            self.refuse(name, expected, items)
+            self.raise_error(name, expected, items)
         return tuple(items)
 
     def integers(self, name: str, *, bounds: tuple[int, int]) -> tuple[int, ...]:
@@ -157,11 +157,11 @@ class Section:
         if value is None:
             return default
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            self.refuse(name, expected, value)
+            self.raise_error(name, expected, value)
         return value
 
     def _integer(self, name: str, value: object, bounds: tuple[int, int]) -> int:
         least, most = bounds
         if type(value) is not int or not least <= value <= most:
-            self.refuse(name, f"an integer in {least:,}..{most:,}", value)
+            self.raise_error(name, f"an integer in {least:,}..{most:,}", value)
         return value

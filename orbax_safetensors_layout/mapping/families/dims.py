@@ -138,7 +138,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     cycle = [f"{'sliding' if i % n else 'full'}_attention" for i in range(1, layers + 1) if n]
     layer_types = read.texts("layer_types") or tuple(cycle)
     if layer_types and len(layer_types) != layers:
-        read.refuse("layer_types", f"one for each of {layers:,} layers", layer_types)
+        read.raise_error("layer_types", f"one for each of {layers:,} layers", layer_types)
     most, most_experts = (0, _MOST_LAYERS), (1, _MOST_EXPERTS // layers)
     return Dims(
         family=family,

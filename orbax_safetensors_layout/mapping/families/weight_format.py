@@ -88,7 +88,7 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
         )
     # Scales of blocks of 128 and of 129 have one shape: only what is published is believed.
     if len(block) != 2 or any(extent & (extent - 1) for extent in block):
-        config.refuse("weight_block_size", "rows and columns, powers of two", block)
+        config.raise_error("weight_block_size", "rows and columns, powers of two", block)
     kept = config.texts("modules_to_not_convert")
     odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
     if odd:
@@ -133,4 +133,4 @@ def _check_regex(config: Section, pattern: str) -> None:
         is_safe = False
     if not is_safe:
         most = f"at most {_MOST_REPETITIONS} repetitions, none of a group"
-        config.refuse("ignore", f"regular expressions with {most}", pattern)
+        config.raise_error("ignore", f"regular expressions with {most}", pattern)

@@ -231,22 +231,22 @@ def steps_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _confine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
-    """Split a patch into such with factors at some boundaries and nowhere else; as `refine`."""
+    """Split a patch into such with factors at some boundaries and nowhere else; as `split_at`."""
     for number in reversed(range(len(patch.factors) - 1)):
         if patch.boundaries[number] not in boundaries:
             return [p for part in joined(patch, number) for p in _confine(part, boundaries)]
-    return refine(patch, boundaries)
+    return split_at(patch, boundaries)
 
 
-def refine(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
+def split_at(patch: Patch, boundaries: Sequence[int]) -> list[Patch]:
     """Split a patch into such with factors at all of some strides, each dividing the one before."""
     patches = [patch]
     for boundary in boundaries:
-        patches = [part for p in patches for part in _refine(p, boundary)]
+        patches = [part for p in patches for part in _split_at(p, boundary)]
     return patches
 
 
-def _refine(patch: Patch, boundary: int) -> list[Patch]:
+def _split_at(patch: Patch, boundary: int) -> list[Patch]:
     steps = patch.boundaries
     if boundary in steps:
         return [patch]
@@ -256,7 +256,7 @@ def _refine(patch: Patch, boundary: int) -> list[Patch]:
         return list(_divide(patch, number, boundary // step))
     # The factor begins or ends where no boundary is needed.
     first = number if boundary % step else number - 1
-    return [part for both in joined(patch, first) for part in _refine(both, boundary)]
+    return [part for both in joined(patch, first) for part in _split_at(both, boundary)]
 
 
 def _divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:

@@ -24,8 +24,8 @@ from orbax_safetensors_layout.format import NARROW_INTEGERS
 from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
 from ..affine.index_nodes import (
     Broadcast,
-    Computed,
     Concatenated,
+    Decoded,
     Permuted,
     Reshaped,
     Sliced,
@@ -48,7 +48,7 @@ from .inverse_patches import (
     joined,
     leaves_of,
     overlap,
-    refine,
+    split_at,
     steps_of,
     whole_tensor,
 )
@@ -117,24 +117,24 @@ def _trace(
         factors = tuple(patch.factors[n] for n in order)
         yield from _trace(node.operand, Patch(permuted(patch.values, order), factors), ops)
     elif isinstance(node, Reshaped):
-        for part in refine(patch, steps_of(node.operand.shape)):
+        for part in split_at(patch, steps_of(node.operand.shape)):
             yield from _trace(node.operand, part, ops)
     elif isinstance(node, Valued):
         values = patch.values
         for op in undone(node.op, node.operand.dtype, values.dtype):
             values = Valued.of(values, op)
         yield from _trace(node.operand, patch._replace(values=values), (node.op, *ops))
-    elif isinstance(node, Computed) and isinstance(node.decoder, Compared):
+    elif isinstance(node, Decoded) and isinstance(node.decoder, Compared):
         for operand in node.operands:
             yield from _trace(operand, patch, ops)
-    elif isinstance(node, Computed):
+    elif isinstance(node, Decoded):
         raise MappingError("a value that is decoded or computed by a function does not invert")
     elif isinstance(node, Stacked | Broadcast | Concatenated | Sliced | Taken):
         patches, number = _single(node, patch, node.axis)
         for part in patches:
-            for operand, below in _along_axis(node, part, number):
-                if below is not None:
-                    yield from _trace(operand, below, ops)
+            for operand, patch_below in _along_axis(node, part, number):
+                if patch_below is not None:
+                    yield from _trace(operand, patch_below, ops)
 
 
 def _along_axis(

@@ -21,7 +21,7 @@ OTHER = {"w": -np.arange(4.0, dtype=np.float32)}
 def interrupted(source, target):
     """A conversion that ends while it is published; returns its lock file, which holds a note."""
     with (
-        mock.patch.object(local_commit, "publish_folder", side_effect=KeyboardInterrupt),
+        mock.patch.object(local_commit, "commit_folder", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         osl.convert(source, target, format="hf")
@@ -81,15 +81,15 @@ def test_a_note_that_is_none(tmp_path, text):
 
 def killed_after_publishing(call, target):
     """Ends a call as a kill would, right after it put the new folder in its place."""
-    real, note = local_commit.publish_folder, []
+    real, note = local_commit.commit_folder, []
 
-    def publish_folder(*arguments, **keywords):
+    def commit_folder(*arguments, **keywords):
         real(*arguments, **keywords)
         note.extend((lock, lock.read_bytes()) for lock in target.parent.glob(".*.lock"))
         raise KeyboardInterrupt
 
     with (
-        mock.patch.object(local_commit, "publish_folder", publish_folder),
+        mock.patch.object(local_commit, "commit_folder", commit_folder),
         pytest.raises(KeyboardInterrupt),
     ):
         call()

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 
 class Note(NamedTuple):
-    """Describes a finished folder that was about to be published."""
+    """Describes a finished folder that was about to be committed."""
 
     finished: str  # folder, relative to the one that holds it and the target
     identity: str  # of what it holds
@@ -31,8 +31,8 @@ class Note(NamedTuple):
         known = [os.path.basename(partial_folder(folder, what)) for what in ("save", "convert")]
         if types != (str, str, dict) or note.workspace not in known or "" not in note.entries:
             return None
-        below = note.finished[len(note.workspace) + 1 :]
-        return None if below in (os.curdir, os.pardir) or os.sep in below else note
+        inner = note.finished[len(note.workspace) + 1 :]
+        return None if inner in (os.curdir, os.pardir) or os.sep in inner else note
 
     @property
     def workspace(self) -> str:
@@ -40,7 +40,7 @@ class Note(NamedTuple):
         return self.finished.split(os.sep)[0]
 
     def is_at(self, folder: str) -> bool:
-        """Whether the folder that was about to be published is this one."""
+        """Whether the folder that was about to be committed is this one."""
         try:
             entries = entries_of(folder)
         except (OSError, ValueError):
