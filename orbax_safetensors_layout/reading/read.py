@@ -21,6 +21,7 @@ from orbax_safetensors_layout.plan import ByteRegion, ReadPlan, RequestGroup, Ti
 from orbax_safetensors_layout.runtime import (
     SLOT_ALIGNMENT,
     Budget,
+    Bytes,
     ProgressReport,
     Staging,
     Then,
@@ -146,10 +147,16 @@ class PlanReader:
         """Memory for a box in which is put what is not read."""
         leaf = self._plan.leaves[number]
         region = leaf.local.boxes[box]
-        values = allocate(region.size * leaf.dtype.itemsize).view(leaf.dtype).reshape(region.shape)
+        memory = self._allocate(region.size * leaf.dtype.itemsize)
+        values = memory.view(leaf.dtype).reshape(region.shape)
         for fill in leaf.fills:
             fill.put(region, values, fill.value)
         return values
+
+    def _allocate(self, nbytes: int, *, file_offset: int = 0) -> Bytes:
+        """Return memory of values: fresh where arrays keep it, else what transfers have left."""
+        take = allocate if self._plan.adopt else self._staging.take
+        return take(nbytes, file_offset=file_offset)
 
     def _schedule(self, group: RequestGroup) -> None:
         pending = _PendingGroup(group, self._buffer_slices(group))
@@ -176,7 +183,7 @@ class PlanReader:
         """Return the memory of a group's regions; waits until tiles that are new fit the budget."""
         self._reserve(group.regions)
         with self._explained(group.regions, group.file):
-            slices = buffer_slices(group, self._tiles, self._staging)
+            slices = buffer_slices(group, self._tiles, self._staging.take, self._allocate)
         for region, buffer in slices:
             if region.parts > 1:
                 self._tiles[region.tile] = buffer

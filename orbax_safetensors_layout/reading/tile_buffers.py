@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.format import DType
 from orbax_safetensors_layout.plan import SMALL_REGION_BYTES, ByteRegion, RequestGroup, TileKey
-from orbax_safetensors_layout.runtime import Bytes, Staging, allocate
+from orbax_safetensors_layout.runtime import Bytes
 from orbax_safetensors_layout.storage import Buffer
+
+Allocate = Callable[..., Bytes]  # of bytes, and of the `file_offset` that they begin at
 
 _TINY_TILE_BYTES = 64 << 10  # tiles below this share memory with their like, not with larger ones
 
@@ -61,12 +63,15 @@ class BufferSlice(NamedTuple):
 
 
 def buffer_slices(
-    group: RequestGroup, opened: Mapping[TileKey, TileBuffer], staging: Staging
+    group: RequestGroup,
+    opened: Mapping[TileKey, TileBuffer],
+    stage: Allocate,
+    allocate: Allocate,
 ) -> list[BufferSlice]:
     """Allocates the tiles of a group's regions, but for those that are `opened`.
 
     Small tiles share memory with their like: an array that is kept then does not keep much larger
-    ones from being freed. Tiles whose values are computed on are in the `staging` memory.
+    ones from being freed. `stage` allocates tiles whose values are computed on.
     """
     regions = group.regions
     buffers: dict[TileKey | int, TileBuffer] = {
@@ -75,11 +80,14 @@ def buffer_slices(
     # A tile of one region has a key of its own.
     keys = [r.tile if r.parts > 1 else number for number, r in enumerate(regions)]
     fresh = {key: r for key, r in zip(keys, regions, strict=True) if key not in buffers}
-    buffers.update(zip(fresh, _allocated([*fresh.values()], staging), strict=True))
+    tiles = _allocated([*fresh.values()], stage, allocate)
+    buffers.update(zip(fresh, tiles, strict=True))
     return [BufferSlice(region, buffers[key]) for key, region in zip(keys, regions, strict=True)]
 
 
-def _allocated(regions: Sequence[ByteRegion], staging: Staging) -> list[TileBuffer]:
+def _allocated(
+    regions: Sequence[ByteRegion], stage: Allocate, allocate: Allocate
+) -> list[TileBuffer]:
     """Memory for tiles: one allocation for the tiny ones, one for the small, one for each other."""
     totals: dict[tuple[bool, int], int] = {}
     places = []
@@ -93,7 +101,7 @@ def _allocated(regions: Sequence[ByteRegion], staging: Staging) -> list[TileBuff
     # One region goes to `at`; where it is aligned, it can be read past the page cache.
     offset = max(0, regions[0].start - regions[0].at) if len(regions) == 1 else 0
     arenas = {
-        kind: (staging.take if kind[0] else allocate)(total, file_offset=offset)
+        kind: (stage if kind[0] else allocate)(total, file_offset=offset)
         for kind, total in totals.items()
     }
     return [TileBuffer(arenas[kind], begin) for kind, begin in places]

@@ -61,33 +61,43 @@ def allocate(nbytes: int, *, file_offset: int = 0) -> Bytes:
 
 
 class Staging:
-    """Memory for values that are read and then computed on, reused once no array views it.
+    """Memory for values that are computed on, or copied to devices; reused once nothing views it.
 
-    Fresh memory costs more than the computation: the kernel clears each page. Before more is
-    allocated, as much idle memory is freed: the total never exceeds what was in use at one time.
+    Fresh memory costs more than the computation: the kernel clears each page. Idle memory is freed
+    before more is allocated than was in use at one time. JAX views it until a transfer has ended.
     """
 
     def __init__(self) -> None:
-        self._idle: deque[Bytes] = deque()  # workers add to it, the calling thread takes from it
+        self._idle: deque[Bytes] = deque()  # any thread adds to it, the calling one takes from it
+        self._total_bytes = self._most_used_bytes = 0
 
     def take(self, nbytes: int, *, file_offset: int = 0) -> Bytes:
         phase = _phase(nbytes, file_offset)
         memory = self._find(phase + nbytes)
         # A view of an array keeps the array's base, not the array; all views keep this object.
         owner = (ctypes.c_uint8 * nbytes).from_buffer(memory.data, phase)
-        weakref.finalize(owner, self._idle.append, memory).atexit = False
+        weakref.finalize(owner, _reuse, weakref.ref(self._idle), memory).atexit = False
         return np.frombuffer(memoryview(owner), np.uint8)
 
     def _find(self, nbytes: int) -> Bytes:
-        freed = 0
+        idle_bytes = sum(memory.size for memory in self._idle)
+        used_bytes = self._total_bytes - idle_bytes + nbytes
+        self._most_used_bytes = max(self._most_used_bytes, used_bytes)
         for _ in range(len(self._idle)):
             memory = self._idle.popleft()
             if nbytes <= memory.size <= nbytes + nbytes // _SPARE:
                 return memory
             self._idle.append(memory)
-        while self._idle and freed < nbytes:
-            freed += self._idle.popleft().size
+        self._total_bytes += nbytes
+        while self._idle and self._total_bytes > self._most_used_bytes:
+            self._total_bytes -= self._idle.popleft().size
         return allocate(nbytes)
+
+
+def _reuse(idle: weakref.ref[deque[Bytes]], memory: Bytes) -> None:
+    """Gives memory back, unless what it was taken from is gone."""
+    if (memories := idle()) is not None:
+        memories.append(memory)
 
 
 def _phase(nbytes: int, file_offset: int) -> int:

@@ -206,6 +206,9 @@ def _to_host(shards: Sequence[jax.Array]) -> list[jax.Array]:
     for shard in shards:
         device: Any = next(iter(shard.sharding.addressable_devices))
         if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
-            return [shard.copy() for shard in shards]
+            copies = [shard.copy() for shard in shards]
+            for copied in copies:
+                copied.copy_to_host_async()
+            return copies
         targets.append(SingleDeviceSharding(device, memory_kind="pinned_host"))
     return list(jax.device_put(list(shards), targets))

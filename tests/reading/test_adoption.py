@@ -292,8 +292,8 @@ def test_a_failed_load_drops_its_buffers(tmp_path):
         if start > 15 << 20:
             raise osl.StorageError("the disk broke", file=file)
 
-    def remember(group, opened, staging):
-        slices = tile_buffers.buffer_slices(group, opened, staging)
+    def remember(*arguments):
+        slices = tile_buffers.buffer_slices(*arguments)
         alive.extend(weakref.ref(destination.buffer.memory.base) for destination in slices)
         return slices
 

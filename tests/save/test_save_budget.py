@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 import time
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -27,6 +29,7 @@ from saving import opened
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.writing import host
+from orbax_safetensors_layout.writing.folder import OpenFile
 
 VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 NAMES = "abcdefgh"
@@ -134,6 +137,40 @@ def test_the_budget_makes_the_blocking_part_longer(tmp_path, route):
 
     blocking_seconds(1)  # whatever is slow the first time
     assert blocking_seconds(256) > 0.02 * (len(NAMES) - 2)
+
+
+def test_parts_come_to_the_host_while_others_are_written(tmp_path, monkeypatch):
+    """A write ends here once the copy of the next part has begun."""
+    begun = threading.Semaphore(0)
+    to_host, write_at = host._to_host, OpenFile.write_at
+    copies_to_wait_for = iter([2, *[1] * (len(NAMES) - 2), 0])
+
+    def begin(shards):
+        begun.release()
+        return to_host(shards)
+
+    def write(file, offset, buffers):
+        for _ in range(next(copies_to_wait_for) if offset else 0):  # headers are at 0
+            assert begun.acquire(timeout=60), "the next part waits for the write"
+        write_at(file, offset, buffers)
+
+    monkeypatch.setattr(host, "_to_host", begin)
+    monkeypatch.setattr(OpenFile, "write_at", write)
+    osl.save(tmp_path, tree(), options=osl.WriteOptions(max_file_bytes=1, concurrency=1))
+    assert next(copies_to_wait_for, None) is None
+    stored = opened(tmp_path)
+    for number, name in enumerate(NAMES):
+        assert_same_bits(stored[name], VALUES + number)
+
+
+def test_copies_begin_at_once_where_no_host_memory_is_pinned():
+    calls = []
+    copied = mock.Mock(copy_to_host_async=lambda: calls.append("begin"))
+    device = mock.Mock(addressable_memories=lambda: [mock.Mock(kind="device")])
+    shard = mock.Mock(copy=lambda: calls.append("copy") or copied)
+    shard.sharding.addressable_devices = {device}
+    assert host._to_host([shard, shard]) == [copied, copied]
+    assert calls == ["copy", "copy", "begin", "begin"]
 
 
 @pytest.mark.parametrize("budget", [1, 200_000])

@@ -2,25 +2,79 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
+
+import numpy as np
 
 import orbax_safetensors_layout.reading.read as read_module
-from orbax_safetensors_layout.reading import tile_buffers
+from orbax_safetensors_layout.reading import LeafBuilder, tile_buffers
+from orbax_safetensors_layout.runtime import memory
 
 
 class Accelerator:
     """Makes the load believe that arrays do not keep the buffers they are made of."""
 
     def __init__(self, monkeypatch):
-        module = sys.modules["orbax_safetensors_layout.load"]
+        module = importlib.import_module("orbax_safetensors_layout.load")
         monkeypatch.setattr(module, "adopts", lambda parsed: False)
         monkeypatch.setattr(read_module, "buffer_slices", self.buffer_slices)
         self.sizes: list[int] = []
 
-    def buffer_slices(self, group, opened, staging):
-        slices = tile_buffers.buffer_slices(group, opened, staging)
+    def buffer_slices(self, *arguments):
+        slices = tile_buffers.buffer_slices(*arguments)
         memories = {
             id(destination.buffer.memory): destination.buffer.memory for destination in slices
         }
         self.sizes.append(sum(memory.size for memory in memories.values()))
         return slices
+
+
+class Transfers(Accelerator):
+    """The transfers of such a load: each reads its memory until it is waited for.
+
+    Attributes:
+        log: "put" where one begins, "wait" where it has ended.
+        put_bytes: Of all.
+        most_bytes: The most that were in flight at once.
+        allocated_bytes: Fresh memory.
+    """
+
+    def __init__(self, monkeypatch):
+        super().__init__(monkeypatch)
+        self.log: list[str] = []
+        self.put_bytes = self.most_bytes = 0
+        self._in_flight_bytes = 0
+        self.allocated_bytes = 0
+        take, allocate = LeafBuilder.take, memory.allocate
+
+        def begin(builder, leaves, boxes, parts):
+            if all(leaf.abstract.placement is None for leaf in leaves):
+                return take(builder, leaves, boxes, parts)
+            copies = [part.copy() for part in parts]  # the memory of the devices
+            take(builder, leaves, boxes, copies)
+            return self._begin(parts, copies)
+
+        def count(nbytes, **where):
+            self.allocated_bytes += nbytes
+            return allocate(nbytes, **where)
+
+        monkeypatch.setattr(LeafBuilder, "take", begin)
+        for module in (memory, read_module):
+            monkeypatch.setattr(module, "allocate", count)
+
+    def _begin(self, parts, copies):
+        nbytes = sum(part.nbytes for part in parts)
+        self.log.append("put")
+        self.put_bytes += nbytes
+        self._in_flight_bytes += nbytes
+        self.most_bytes = max(self.most_bytes, self._in_flight_bytes)
+        in_flight = [*zip(parts, copies, strict=True)]
+
+        def wait():
+            for part, copied in in_flight:
+                np.testing.assert_array_equal(part.view(np.uint8), copied.view(np.uint8))
+            in_flight.clear()
+            self._in_flight_bytes -= nbytes
+            self.log.append("wait")
+
+        return wait

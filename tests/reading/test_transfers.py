@@ -1,0 +1,114 @@
+"""Values on their way to devices with memory of their own, as which CPU devices are taken here."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from accelerators import Transfers
+from checkpoints import assert_same_bits, random_tensor, save
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import abstract_of, mesh_of
+from recording import recording
+
+import orbax_safetensors_layout as osl
+import orbax_safetensors_layout.reading.leaf_builder as builder_module
+
+SHAPE = (1024, 2048)
+NUMBER = 24
+STACKED = osl.Mapping(
+    [osl.rule("all", osl.stack(osl.tensor("t{i}").transpose(), over="i"))],
+)
+TRANSPOSED = osl.Mapping([osl.rule("t{i}", osl.tensor("t{i}").transpose())])
+CAST = osl.Mapping([osl.rule("t{i}", osl.tensor("t{i}").cast("float32"))])
+
+
+def make(folder):
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    tensors = {f"t{i}": random_tensor(SHAPE, dtype, i) for i in range(NUMBER)}
+    return save(folder, tensors), tensors
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("checkpoint"))
+
+
+def mapped(tensors, mapping):
+    if mapping is STACKED:
+        return {"all": np.stack([tensors[f"t{i}"].T for i in range(NUMBER)])}
+    if mapping is TRANSPOSED:
+        return {name: tensor.T for name, tensor in tensors.items()}
+    if mapping is CAST:
+        return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    return tensors
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(), P(None, None, "x")], ids=str)
+@pytest.mark.parametrize(
+    "mapping",
+    [None, TRANSPOSED, STACKED, CAST],
+    ids=["plain", "transposed", "stacked", "cast"],
+)
+def test_memory_is_used_again_when_its_transfer_has_ended(checkpoint, monkeypatch, mapping, spec):
+    """Never before: `Transfers` checks each when it ends. And the budget counts it until then."""
+    path, tensors = checkpoint
+    values = mapped(tensors, mapping)
+    if (spec == P()) if mapping is STACKED else len(spec) > 2:
+        pytest.skip("a tile larger than the budget, or a dimension that tensors have not")
+    transfers = Transfers(monkeypatch)
+    budget = 8 * tensors["t0"].nbytes
+    tree = abstract_of(values, NamedSharding(mesh_of(x=8), spec))
+    options = osl.ReadOptions(memory_budget_bytes=budget)
+    loaded = osl.load(path, tree, mapping=mapping, options=options)
+    for name, value in values.items():
+        assert_same_bits(np.asarray(loaded[name]), value)
+    total = sum(value.nbytes for value in values.values())
+    assert transfers.put_bytes == total
+    assert transfers.most_bytes <= budget
+    assert transfers.allocated_bytes <= total // 2
+
+
+def test_transfers_overlap_reads(checkpoint, monkeypatch):
+    """None is waited for while the budget has room: all reads begin before."""
+    path, tensors = checkpoint
+    transfers = Transfers(monkeypatch)
+    tree = abstract_of(tensors, NamedSharding(mesh_of(x=8), P("x")))
+    with recording() as storage:
+        storage.before_read = lambda file, start, stop: transfers.log.append("read")
+        osl.load(path, tree)
+    log = transfers.log
+    assert log.count("put") == log.count("wait") == NUMBER
+    assert log.index("put") < max(n for n, word in enumerate(log) if word == "read")
+    assert log[-NUMBER:] == ["wait"] * NUMBER
+
+
+def test_memory_that_is_kept_is_nobody_elses(checkpoint, monkeypatch):
+    """Beside arrays on devices a tree may have numpy arrays, which keep what they are made of."""
+    path, tensors = checkpoint
+    Transfers(monkeypatch)
+    on_devices = abstract_of(tensors, NamedSharding(mesh_of(x=8), P("x")))
+    tree = {
+        name: leaf if int(name[1:]) % 2 else tensors[name]  # asks for a numpy array
+        for name, leaf in on_devices.items()
+    }
+    budget = 4 * tensors["t0"].nbytes
+    loaded = osl.load(path, tree, options=osl.ReadOptions(memory_budget_bytes=budget))
+    for name, value in tensors.items():
+        assert isinstance(loaded[name], jax.Array if int(name[1:]) % 2 else np.ndarray)
+        assert_same_bits(np.asarray(loaded[name]), value)
+
+
+def test_devices_are_fed_together(checkpoint, monkeypatch):
+    """The first array of a kind is made the public way, the others in a call for all devices."""
+    path, tensors = checkpoint
+    put, fed = builder_module.batched_device_put(), []
+    assert put is not None, "not checked with this JAX"
+
+    def record(aval, sharding, values, devices):
+        fed.append(len(devices))
+        return put(aval, sharding, values, devices)
+
+    monkeypatch.setattr(builder_module, "batched_device_put", lambda: record)
+    Transfers(monkeypatch)
+    osl.load(path, abstract_of(tensors, NamedSharding(mesh_of(x=8), P("x"))))
+    assert fed == [8] * (NUMBER - 1)
