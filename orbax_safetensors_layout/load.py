@@ -129,7 +129,8 @@ def load_catalog(
     """Loads as `load` does, from a catalog that is open already, if any; closes it in the end."""
     with (
         load_group(path, abstract, options) as group,
-        catalog or Catalog.open(path, retries=options.retries) as catalog,
+        catalog
+        or Catalog.open(path, retries=options.retries, cache=options.cache_folder) as catalog,
         frozen_heap(),
         _explicit_transfer(),
     ):
@@ -214,7 +215,10 @@ def plan_load(
         SafetensorsLayoutError: As from `load`.
     """
     options = given_or_default(options, ReadOptions)
-    with Catalog.open(path, retries=options.retries) as catalog, frozen_heap():
+    with (
+        Catalog.open(path, retries=options.retries, cache=options.cache_folder) as catalog,
+        frozen_heap(),
+    ):
         shards = ProcessShards(process_index, process_count)
         planned = _plan(
             catalog, catalog.storage, abstract, mapping, only, options, shards, devices=False

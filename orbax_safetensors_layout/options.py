@@ -127,6 +127,13 @@ def exchange_profile(platform: str = "") -> ExchangeProfile:
     return EXCHANGES.get(platform, _ACCELERATOR)
 
 
+class CacheFolder(NamedTuple):
+    """A folder of this host for ranges of remote files, of at most so many bytes."""
+
+    path: str
+    most_bytes: int
+
+
 class Progress(NamedTuple):
     """The argument of progress callbacks, after each tensor; bytes are of this process's share."""
 
@@ -216,6 +223,10 @@ class ReadOptions(_CheckedOptions):
         strict: Refuse a checkpoint that has tensors which the abstract tree does not name.
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
+        cache: A folder of this host in which ranges of remote files are kept, checked by checksums,
+            for the next load of the same version on any mesh; None keeps nothing. Local paths do
+            without. It may be shared by processes, and removed at any moment.
+        cache_bytes: The most bytes in it; what was not used for longest is evicted.
     """
 
     memory_budget_bytes: int = 2 * GIB
@@ -231,6 +242,15 @@ class ReadOptions(_CheckedOptions):
     strict: bool = False
     progress: bool | Callable[[Progress], None] = False
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
+    cache: str | os.PathLike[str] | None = None
+    cache_bytes: int = 100 * GIB
+
+    @property
+    def cache_folder(self) -> CacheFolder | None:
+        """The folder and the bound of the cache, if there is one."""
+        if self.cache is None:
+            return None
+        return CacheFolder(os.path.abspath(os.path.expanduser(self.cache)), self.cache_bytes)
 
     def profile(self, kind: str, total_bytes: int | None = None) -> StorageProfile:
         """Return the cost model of a storage class, for a read of so many bytes."""
@@ -372,6 +392,11 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
 
+def _is_local_path(value: Any) -> bool:
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return isinstance(text, str) and text != "" and "://" not in text and "\0" not in text
+
+
 def _is_by_class(values: Any) -> bool:
     return (
         isinstance(values, Mapping)
@@ -381,7 +406,7 @@ def _is_by_class(values: Any) -> bool:
 
 
 _BY_CLASS = f"a dict of storage classes ({', '.join(PROFILES)}) to"
-_COUNTS = "memory_budget_bytes concurrency request_bytes max_file_bytes attempts"
+_COUNTS = "memory_budget_bytes concurrency request_bytes max_file_bytes attempts cache_bytes"
 _FLAGS = "mmap strict verify fsync digests use_ocdbt use_zarr3 use_compression"
 # Names of options, what their values must be, and whether one is that.
 _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
@@ -404,6 +429,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ),
     ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
     ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
+    ("cache", "the path of a local folder", _is_local_path),
     ("retries", "a RetryPolicy(attempts=..., ...)", lambda v: isinstance(v, RetryPolicy)),
 )
 _RULE_OF = {name: (text, test) for names, text, test in _RULES for name in names.split()}

@@ -165,7 +165,9 @@ def _open_checked(
     if jax.process_index() in exchanging(abstract, options, jax.process_count()) != (0,):
         return None  # all processes have to learn together that one has failed
     with contextlib.ExitStack() as on_error:
-        catalog = on_error.enter_context(Catalog.open(path, retries=options.retries))
+        catalog = on_error.enter_context(
+            Catalog.open(path, retries=options.retries, cache=options.cache_folder)
+        )
         names: Iterable[str] = catalog.names
         if abstract is not None and mapping is None:
             paths = jax.tree_util.tree_flatten_with_path(abstract)[0]

@@ -30,7 +30,7 @@ from orbax_safetensors_layout.format import (
     raise_error,
 )
 from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.options import MIB, RetryPolicy, storage_profile
+from orbax_safetensors_layout.options import MIB, CacheFolder, RetryPolicy, storage_profile
 from orbax_safetensors_layout.runtime import Workers
 from orbax_safetensors_layout.storage import (
     FIRST_READ_BYTES,
@@ -86,6 +86,7 @@ class Catalog:
         *,
         storage: Storage | None = None,
         retries: RetryPolicy | None = None,
+        cache: CacheFolder | None = None,
     ) -> Self:
         """Opens a `.safetensors` file or a folder.
 
@@ -95,10 +96,11 @@ class Catalog:
         `model.safetensors` or its numbered set, and all headers are read. In a step that Orbax
         made, the only item of safetensors files is opened, or `default` or `state`.
 
-        Without a `storage` the one that `path` names is opened, with `retries`.
+        Without a `storage` the one that `path` names is opened, with `retries` and
+        `cache`.
         """
         if storage is None:
-            storage, path = open_storage(path, retries=retries)
+            storage, path = open_storage(path, retries=retries, cache=cache)
         try:
             return cls(discover(storage, os.fspath(path)), storage)
         except BaseException:

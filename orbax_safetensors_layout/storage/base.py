@@ -23,6 +23,16 @@ Rank: TypeAlias = "Callable[[str], int | None]"
 """Rank in which a checkpoint's file of a name appears; None for other files."""
 
 
+class Notes(Protocol):
+    """Short texts by name, which one process leaves for the next; any may be lost."""
+
+    def get(self, name: str) -> str | None:
+        """Return a text."""
+
+    def set(self, name: str, text: str) -> None:
+        """Leaves a text."""
+
+
 class FileWriter(Protocol):
     """A new file of known size that appears under its name only when it is complete."""
 
@@ -111,6 +121,17 @@ class Storage(RangeReader, Protocol):
 
     def modified_seconds(self, file: str) -> float:
         """Return when `file` was last written, in seconds since the epoch."""
+
+    def content_key(self, file: str) -> str | None:
+        """Return a name of the content that is pinned, without credentials; None if it has none.
+
+        No other content has it, of this file at another time or of any other file.
+        """
+        return None
+
+    def remember(self, notes: Notes) -> None:
+        """Takes notes of what files were, for a storage that can ask whether they still are."""
+        return
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
         """Begins a file that replaces another when finished, and survives a crash if `durable`."""

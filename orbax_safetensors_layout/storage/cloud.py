@@ -22,7 +22,7 @@ from orbax_safetensors_layout.options import RetryPolicy
 
 from .base import Buffer, FileWriter, NewFolder, Rank, Storage, join, new_file
 from .buffers import changed, fill, truncated
-from .cloud_client import NOT_FOUND, Client, classify, open_client
+from .cloud_client import NOT_FOUND, Client, classify, open_client, service_of
 from .cloud_commit import (
     LONGEST_REQUEST_SECONDS,
     Check,
@@ -135,6 +135,15 @@ class CloudStorage(Storage):
             raise _replaced(file, offset, total) from None
         if got != total:
             raise ConnectionError(f"the body has {got} bytes instead of {total}")
+
+    def content_key(self, file: str) -> str | None:
+        seen = self._look(file)
+        version = seen.tag if (seen.tag or "").startswith('"') else seen.version
+        return f"{self._service} {file} {version} {seen.size}" if version else None
+
+    @functools.cached_property
+    def _service(self) -> str:
+        return service_of(self.kind)
 
     def check_unchanged(self, file: str) -> None:
         seen = self._look(file)

@@ -15,7 +15,7 @@ from typing import Any
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from orbax_safetensors_layout.errors import Sent, StorageError
+from orbax_safetensors_layout.errors import Sent, StorageError, redact_urls
 from orbax_safetensors_layout.options import RetryPolicy
 
 from .retry import Failure, is_transient_status
@@ -49,6 +49,11 @@ _KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _VARIABLES = {
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+}
+_SERVICES = {
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "s3": _VARIABLES["endpoint_url"],
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT"),
 }
 
 
@@ -86,6 +91,13 @@ def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool
         found=cause,
         hint="docs/storage.md lists the variables and files that it is set up from.",
     ) from Failure(cause)
+
+
+def service_of(scheme: str) -> str:
+    """Return which service the environment names, where another may have the same bucket."""
+    values = [*map(os.environ.get, _SERVICES[scheme])]
+    values += [_amazon_files().get("aws_endpoint_url")] if scheme == "s3" else []
+    return redact_urls(" ".join(value or "-" for value in values))
 
 
 def _google() -> _Settings:

@@ -108,7 +108,16 @@ class HubStorage(RemoteStorage):
         )
         headers = build_hf_headers(library_name=_LIBRARY)
         size, digest = snapshot.files[name]
-        return Place(url, headers, self._hint, size, digest or None)
+        repository = f"{redact_urls(self._endpoint)} {self._repo_type} {self._repo_id}"
+        return Place(
+            url,
+            headers,
+            self._hint,
+            size,
+            digest or None,
+            identity=f"{repository} {name}",
+            version=digest or snapshot.commit,
+        )
 
     def _inside(self, folder: str) -> Iterator[str]:
         prefix = f"{self._within(folder)}/".lstrip("/")

@@ -1,6 +1,6 @@
 """Files of a server that are read by ranges: what `hf://` and `https://` paths have in common.
 
-Nothing is kept on disk, no file is fetched whole. What a kind of server is like, `_place`,
+No file is fetched whole. What a kind of server is like, `_place`,
 `is_file` and `list` tell.
 """
 
@@ -15,14 +15,14 @@ import ssl
 import threading
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
 from orbax_safetensors_layout.options import KIB, MIB, RetryPolicy
 
-from .base import FIRST_READ_BYTES, Buffer, Storage
+from .base import FIRST_READ_BYTES, Buffer, Notes, Storage
 from .buffers import changed, scatter, skip, truncated
 from .http import Answer, Connections, Origin
 from .retry import Failure, Retrier, http_date, is_transient_status, retry_after_seconds
@@ -50,6 +50,20 @@ class Place(NamedTuple):
     size: int | None = None  # bytes
     digest: str | None = None  # the expected `X-Linked-Etag` of redirects that have one
     is_verified: bool = False  # a redirect has told that it is the right content
+    identity: str = ""  # of the file, whoever asks: without credentials
+    version: str | None = None  # of its content
+
+
+class NotedVersion(NamedTuple):
+    """A version that a server had of a file some time ago."""
+
+    size: int
+    tag: str  # strong ETag
+
+    @classmethod
+    def parse(cls, note: str | None) -> Self | None:
+        size, _, tag = (note or "").partition(" ")
+        return cls(int(size), tag) if tag else None
 
 
 class RemoteStorage(Storage):
@@ -61,6 +75,7 @@ class RemoteStorage(Storage):
         self._retrier = Retrier(retries, _classify, redact=self._connections.sent.redact)
         self._lock = threading.Lock()
         self._files: dict[str, RemoteFile] = {}
+        self._notes: Notes | None = None
         self._closed = False
 
     @abc.abstractmethod
@@ -100,6 +115,14 @@ class RemoteStorage(Storage):
             first = memoryview(bytearray(1))
             self._retrier.run(lambda: remote.fetch(0, [first]), "looking at it again", file)
 
+    def content_key(self, file: str) -> str | None:
+        remote = self._file(file)
+        self._size(remote)
+        return remote.content_key
+
+    def remember(self, notes: Notes) -> None:
+        self._notes = notes
+
     def interrupt(self) -> None:
         self._retrier.interrupt()
         self._connections.interrupt()
@@ -122,7 +145,11 @@ class RemoteStorage(Storage):
     def _size(self, file: RemoteFile) -> int:
         with file.lock:
             if file.size is None:
+                if self._notes is not None:
+                    file.noted = NotedVersion.parse(self._notes.get(file.identity))
                 self._retrier.run(file.open, "opening it", file.name)
+                if self._notes is not None and file.tag is not None:
+                    self._notes.set(file.identity, f"{file.size} {file.tag}")
             assert file.size is not None
             return file.size
 
@@ -131,12 +158,16 @@ class RemoteFile:
     """A file that is read by ranges. Safe to use from many threads.
 
     What is first seen of it is pinned: the size, and the ETag or else the date. An answer that
-    has others is an error. Whoever opens it holds `lock`; `head` has its first bytes then.
+    has others is an error. Whoever opens it holds `lock`; `head` has its first bytes then, unless
+    it still is of the `noted` version.
     """
 
     def __init__(self, name: str, place: Place, connections: Connections) -> None:
         self.name = name
         self.size = place.size
+        self.identity = place.identity
+        self.noted: NotedVersion | None = None
+        self.tag: str | None = None  # the pinned ETag, if it is a strong one
         self.head = memoryview(b"")
         self.modified_seconds: float | None = None
         self.lock = threading.Lock()
@@ -145,6 +176,11 @@ class RemoteFile:
         self._target = place
         self._pin_lock = threading.Lock()
         self._versions: dict[str, str] = {}
+
+    @property
+    def content_key(self) -> str | None:
+        version = self._place.version or self.tag
+        return f"{self.identity} {version} {self.size}" if version else None
 
     def open(self) -> None:
         """Makes one attempt to fetch `head`, from which the size is known."""
@@ -166,6 +202,8 @@ class RemoteFile:
         may_expire = target is not self._place
         for _ in range(_MOST_REDIRECTS):
             headers = {**_HEADERS, **target.headers, "Range": f"bytes={start}-{stop - 1}"}
+            if self.noted is not None and self.size is None:
+                headers["If-None-Match"] = self.noted.tag
             with self._connections.get(target.url, headers) as answer:
                 if answer.status in _REDIRECTS:
                     target = self._redirected(target, answer)
@@ -212,6 +250,11 @@ class RemoteFile:
             length = total = answer.length or 0  # a server without ranges; all of a small file
         elif status == 416 and _EMPTY_RANGE.fullmatch(headers.get("Content-Range", "")):
             length = total = 0
+        elif status == 304 and self.noted is not None:
+            noted, self.noted = self.noted, None  # asked once
+            if headers.get("ETag") != noted.tag:  # as a weak one, which matches a strong one
+                raise Failure("status 304 without the ETag that was asked for")
+            length, total = 0, noted.size
         else:
             raise self._refusal(target, answer, start, stop)
         self._pin(target, headers, total)
@@ -226,6 +269,7 @@ class RemoteFile:
             expected = self._versions.setdefault(server, version)
             if self.size is None:
                 self.size = total
+                self.tag = version if version.startswith('"') else None
             if self.modified_seconds is None:
                 modified = http_date(headers.get("Last-Modified"))
                 self.modified_seconds = None if modified is None else modified.timestamp()

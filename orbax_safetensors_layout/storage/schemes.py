@@ -8,18 +8,25 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 
 from orbax_safetensors_layout.errors import StorageError, redact_urls
-from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.options import CacheFolder, RetryPolicy
 
 from .base import Storage
+from .cache import CachedStorage
 from .local import LocalStorage
 
 Opener = Callable[[str, RetryPolicy | None], tuple[Storage, str]]
 
 
 def open_storage(
-    path: str | os.PathLike[str], *, retries: RetryPolicy | None = None
+    path: str | os.PathLike[str],
+    *,
+    retries: RetryPolicy | None = None,
+    cache: CacheFolder | None = None,
 ) -> tuple[Storage, str]:
-    """Return the storage that a path names, and the path in that storage's own terms."""
+    """Return the storage that a path names, and the path in that storage's own terms.
+
+    With a `cache` one for reading alone, which keeps there what is not local.
+    """
     text = os.fsdecode(path)
     if not text or "\0" in text:  # an empty one would be the working folder
         problem = "the path is empty, or has a null byte"
@@ -35,7 +42,14 @@ def open_storage(
             found=f"{scheme}://",
             hint="Copy the checkpoint to a local disk first, or mount the bucket.",
         )
-    return opener(text, retries)
+    storage, place = opener(text, retries)
+    if cache is None or isinstance(storage, LocalStorage):
+        return storage, place
+    try:
+        return CachedStorage(storage, cache), place
+    except BaseException:
+        storage.close()
+        raise
 
 
 def _open_local(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:

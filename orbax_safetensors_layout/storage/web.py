@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import urllib.parse
 
 from orbax_safetensors_layout.errors import StorageError
@@ -15,6 +16,13 @@ from .remote import AccessDenied, Place, RemoteStorage
 
 ALLOW_HTTP = "ORBAX_SAFETENSORS_ALLOW_HTTP"
 """Environment variable: 1 to read `http://` paths of other machines, too."""
+
+_SIGNING = re.compile(
+    r"(x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|expires|signature|key-pair-id|policy"
+    r"|s(e|t|p|v|r|ig|ip|pr)|sk(oid|tid|t|e|s|v))=.*",
+    re.I,
+)
+"""Parts of a query that sign a URL of Amazon, Google or Azure: the content is the same for all."""
 
 PROBED = ("model.safetensors.index.json", "orbax_safetensors_layout.json", "model.safetensors")
 """Files that are looked for in a folder, since it cannot be listed."""
@@ -47,6 +55,8 @@ class WebStorage(RemoteStorage):
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
         self.path = shown.geturl()
         self._query = parts.query
+        unsigned = [part for part in parts.query.split("&") if not _SIGNING.fullmatch(part)]
+        self._content_query = "&".join(unsigned)
         self._headers = basic_login("Authorization", parts)
         is_safe = origin.scheme == "https" or origin.is_loopback
         if not is_safe and os.environ.get(ALLOW_HTTP) != "1":
@@ -86,4 +96,5 @@ class WebStorage(RemoteStorage):
     def _place(self, file: str) -> Place:
         url = urllib.parse.urlsplit(file)._replace(query=self._query)
         hint = "Check the path, and the credentials in it if it needs any."
-        return Place(url.geturl(), self._headers, lambda error_code: hint)
+        identity = f"{file}?{self._content_query}"
+        return Place(url.geturl(), self._headers, lambda error_code: hint, identity=identity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from collections.abc import Callable
@@ -78,13 +79,13 @@ def hub_run(folder, monkeypatch) -> Callable[[random.Random], str]:
     return run
 
 
-def web_run(folder) -> Callable[[random.Random], str]:
+def web_run(folder, options=OPTIONS, loads=1) -> Callable[[random.Random], str]:
     def run(rng: random.Random) -> str:
         with file_server(folder) as server:
             server.faults = seeded_faults(rng)
             path = f"{server.url.replace('//', '//me:pass%20word@')}/files?sig=secret"
-            ending = outcome(lambda: osl.load(path, options=OPTIONS))
-            return ending
+            endings = [outcome(lambda: osl.load(path, options=options)) for _ in range(loads)]
+            return max(endings)  # an error, if there is one
 
     return run
 
@@ -95,6 +96,11 @@ def test_hub_that_fails(folder, monkeypatch):
 
 def test_web_server_that_fails(folder):
     check_seeds(web_run(folder), SHORT)
+
+
+def test_web_server_that_fails_behind_a_cache(folder, tmp_path):
+    options = dataclasses.replace(OPTIONS, cache=tmp_path / "cache")
+    check_seeds(web_run(folder, options, loads=3), SHORT)
 
 
 @pytest.mark.soak

@@ -7,10 +7,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_safetensors_layout as osl
 
 
-def main(names, shape):
+def main(names, shape, cache=None):
     sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
     leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-    options = osl.ReadOptions(latency_seconds={"hf": 0})  # reads through no gap
+    options = osl.ReadOptions(latency_seconds={"hf": 0}, cache=cache)  # reads through no gap
     tree = osl.load("hf://org/model", dict.fromkeys(names, leaf), options=options)
     return {
         name: [

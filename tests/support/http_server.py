@@ -28,6 +28,7 @@ class Request(NamedTuple):
     query: dict[str, str]
     range: tuple[int, int] | None
     authorization: str | None
+    if_none_match: str | None = None
 
 
 class Reply(NamedTuple):
@@ -47,7 +48,9 @@ Faults = Callable[[Request], str | None]
 
 
 def serve_range(request: Request, data: bytes | Path, headers: dict[str, str]) -> Reply:
-    """A file, or the range of it that was asked for."""
+    """A file, or the range of it that was asked for; nothing of a version that the client has."""
+    if request.if_none_match is not None and request.if_none_match == headers.get("ETag"):
+        return Reply(304, {"ETag": headers["ETag"]})
     size = data.stat().st_size if isinstance(data, Path) else len(data)
     if request.range is None:
         start, stop, status = 0, size, 200
@@ -192,6 +195,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             dict(urllib.parse.parse_qsl(url.query)),
             (int(match[1]), int(match[2]) + 1) if match else None,
             self.headers.get("Authorization"),
+            self.headers.get("If-None-Match"),
         )
         server: Server = self.server.tests_server  # type: ignore[attr-defined]
         host, _, port = self.headers["Host"].partition(":")
