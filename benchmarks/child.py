@@ -75,11 +75,12 @@ def main() -> None:
     os._exit(0)
 
 
-def set_up() -> None:
-    """Eight CPU devices, before jax is imported."""
+def set_up(platform: str = "cpu") -> None:
+    """Chooses the devices, eight if they are CPU devices, before jax is imported."""
     # On a machine that runs out of memory, this process is the one to go.
     Path("/proc/self/oom_score_adj").write_text("1000")
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    if platform:
+        os.environ["JAX_PLATFORMS"] = platform
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 
@@ -106,7 +107,7 @@ def _load(job: Job) -> dict[str, Any]:
     del small
     scalars = _listen()
     files = [path for path in source.rglob("*") if path.is_file()]
-    result: dict[str, Any] = {"page_state": _set_pages(job, files)}
+    result: dict[str, Any] = {"page_state": set_pages(job.page_state, files)}
     gc.collect()
     if job.page_state == "first":
         time.sleep(_HYPERVISOR_SECONDS)
@@ -136,8 +137,8 @@ def _listen() -> dict[str, float]:
     return scalars
 
 
-def _set_pages(job: Job, files: Iterable[Path]) -> str:
-    if job.page_state == "cold":
+def set_pages(page_state: str, files: Iterable[Path]) -> str:
+    if page_state == "cold":
         return pages.evict(files)
     pages.warm(files)
     return "read through"

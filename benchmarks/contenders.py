@@ -30,10 +30,10 @@ _ODIRECT_BYTES = 4 << 20
 
 
 class Split(NamedTuple):
-    """How tensors are laid over the eight devices.
+    """How tensors are laid over all devices.
 
     Attributes:
-        mesh: The lengths of the mesh axes `x` and `y`.
+        mesh: The lengths of the mesh axes `x` and `y`; -1 is what the devices make it.
         matrix: The mesh axes of a tensor's first dimensions, for rank 2 and more.
         vector: The mesh axes of a rank-1 tensor.
     """
@@ -45,10 +45,10 @@ class Split(NamedTuple):
 
 SPLITS: Mapping[str, Split] = MappingProxyType(
     {
-        "replicated": Split((8,), (), ()),
-        "dim0": Split((8,), ("x",), ("x",)),
-        "dim1": Split((8,), (None, "x"), ()),
-        "2d": Split((4, 2), ("x", "y"), ("x",)),
+        "replicated": Split((-1,), (), ()),
+        "dim0": Split((-1,), ("x",), ("x",)),
+        "dim1": Split((-1,), (None, "x"), ()),
+        "2d": Split((-1, 2), ("x", "y"), ("x",)),
     }
 )
 

@@ -28,10 +28,10 @@ _NOT_FLUSHED = osl.WriteOptions(memory_budget_bytes=64 << 20, fsync=False)
 # Which dimensions are divided among the devices: e(mbed), h(eads), f (MLP), v(ocabulary).
 SPLITS: Mapping[str, tuple[tuple[int, ...], Mapping[str, str]]] = MappingProxyType(
     {
-        "replicated": ((8,), {}),
-        "fsdp": ((8,), {"e": "x"}),
-        "tensor": ((8,), {"h": "x", "f": "x", "v": "x"}),
-        "2d": ((4, 2), {"e": "x", "h": "y", "f": "y", "v": "y"}),
+        "replicated": ((-1,), {}),
+        "fsdp": ((-1,), {"e": "x"}),
+        "tensor": ((-1,), {"h": "x", "f": "x", "v": "x"}),
+        "2d": ((-1, 2), {"e": "x", "h": "y", "f": "y", "v": "y"}),
     }
 )
 

@@ -60,6 +60,23 @@ class MappingRow(NamedTuple):
         return ":".join(self)
 
 
+class AcceleratorRow(NamedTuple):
+    """What is moved between files and devices.
+
+    Attributes:
+        way: A key of `accelerator_contenders.WAYS`.
+        split: A sharding of that way.
+        task: "warm" or "cold", a load with files in the page cache or not; or "save".
+    """
+
+    way: str
+    split: str
+    task: str
+
+    def __str__(self) -> str:
+        return ":".join(self)
+
+
 class RemoteRow(NamedTuple):
     """What is loaded over HTTP.
 
@@ -120,7 +137,8 @@ class Report:
     Attributes:
         machine: Names and values that describe machine and versions.
         scale: The size of the cases, 1.0 for the real one.
-        rows: The contenders' cells of every `Row`, `SaveRow`, `MappingRow` or `RemoteRow`.
+        rows: The contenders' cells of every `Row`, `SaveRow`, `MappingRow`, `AcceleratorRow` or
+            `RemoteRow`.
     """
 
     machine: Mapping[str, str]

@@ -1,0 +1,263 @@
+#!/usr/bin/env python3
+"""Compares ways from files into the memory of devices, and back, on any backend of JAX.
+
+    python benchmarks/accelerator.py --json accelerator.json > accelerator.md    everything
+    python benchmarks/accelerator.py --platform cpu       on eight CPU devices: a check of itself
+    python benchmarks/accelerator.py --check              a few rows of small size, once each
+    python benchmarks/accelerator.py --only plain:dim0 --contenders device_put,ours
+
+2.3 GB of bfloat16 in the shapes of a Llama; 10 GB of disk. A row is WAY:SHARDING:TASK. Ways: plain,
+stacked (layers become one array), transposed (that, kernels transposed and heads split out).
+Tasks: warm (files in the page cache), cold (not in it), save. The contenders:
+
+    device_put   the limit of loads: `jax.device_put` of shards that are in memory already
+    device_get   the limit of saves: the same arrays copied to the host, without a file
+    ours         this package, with a memory budget of 256 MiB; saves are not flushed
+    load_file    `safetensors.numpy.load_file`, numpy on whole tensors, `jax.device_put`
+    builtin      Orbax's own `SafetensorsLayout`
+    ocdbt        Orbax's own format; saves are not flushed
+
+Every timed run is a process of its own, contenders take turns, and more memory than any of them
+needs is touched and freed just before the clock starts. What is timed begins with all modules
+imported, the devices and the contender's code warm, and the tree made; it ends when every array is
+ready, or the save returns. Afterwards arrays and files are compared, bit by bit.
+
+Host memory is the largest resident memory above what stood before; on CPU devices arrays are part
+of it. Device memory is what the backend tells of its peak. With one device dim0 and dim1 are the
+same, and so are fsdp and tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import harness
+from accelerator_child import BUDGET_BYTES, Job
+from cases import CASES
+from floors import Ratio, Verdict, problem_verdicts, ratio_verdicts
+from results import AcceleratorRow as Row, Cell, Cells, Report, ratio
+from tables import heading, promises, ratio_text, seconds_text, table
+
+LOADS = ("device_put", "ours", "load_file", "builtin", "ocdbt")
+SAVES = ("device_get", "ours", "ocdbt")
+CONTENDERS = tuple(dict.fromkeys(LOADS + SAVES))
+_CASE = "llama"
+_WARMUP_SCALE = 0.001
+_CHECK = ("plain:dim1:cold", "transposed:fsdp:warm", "plain:dim0:save", "transposed:fsdp:save")
+_CHECK_SCALE = 0.002
+
+
+def default_rows() -> Iterator[Row]:
+    """The rows of a full run."""
+    for split in ("dim0", "dim1"):
+        for task in ("warm", "cold", "save"):
+            yield Row("plain", split, task)
+    for way in ("stacked", "transposed"):
+        for split in ("fsdp", "tensor"):
+            yield Row(way, split, "warm")
+        for task in ("cold", "save"):
+            yield Row(way, "fsdp", task)
+
+
+def default_contenders(row: Row) -> list[str]:
+    """Who takes part in a row: only two know how to map."""
+    whos = SAVES if row.task == "save" else LOADS
+    return [who for who in whos if row.way == "plain" or who not in ("builtin", "ocdbt")]
+
+
+@dataclasses.dataclass(slots=True)
+class Bench:
+    """Runs rows.
+
+    Attributes:
+        folder: Where the checkpoints are made and kept, and saved to.
+        scale: Of the cases' sizes.
+        repeat: Runs of each contender.
+        timeout_seconds: Of one child.
+        verify: Compare all leaves.
+        platform: As `Job.platform`.
+        problems: Why contenders did not run.
+    """
+
+    folder: Path
+    scale: float
+    repeat: int
+    timeout_seconds: float
+    verify: bool
+    platform: str
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def run(self, row: Row, whos: Sequence[str]) -> Cells:
+        """All runs of a row, contenders taking turns."""
+        source, _ = harness.prepare(self.folder, _CASE, self.scale)
+        warmup, _ = harness.prepare(self.folder, _CASE, _WARMUP_SCALE)
+        tensor_bytes = sum(tensor.nbytes for tensor in CASES[_CASE].tensors(self.scale))
+        needs = dict.fromkeys(whos, 3 * tensor_bytes)
+        job = Job(
+            platform=self.platform,
+            task="save" if row.task == "save" else "load",
+            contender="",
+            way=row.way,
+            split=row.split,
+            page_state="cold" if row.task == "cold" else "warm",
+            folder=str(source),
+            ocdbt=f"{source}-ocdbt-accelerator",
+            warmup=str(warmup),
+            warmup_ocdbt=f"{warmup}-ocdbt-accelerator",
+            target=str(self.folder / "saved"),
+            touch_bytes=0,
+            verify=self.verify,
+        )
+        cells = {who: Cell(problem=harness.too_large(needs[who], source)) for who in whos}
+        if "ocdbt" in cells and job.task == "load" and not cells["ocdbt"].problem:
+            make = dataclasses.replace(job, task="save-ocdbt")
+            _, cells["ocdbt"].problem = self._child(make)
+
+        def one(who: str) -> None:
+            touch = harness.touch_bytes(needs.values())
+            turn = dataclasses.replace(job, contender=who, touch_bytes=touch)
+            result, cells[who].problem = self._child(turn)
+            if result is not None:
+                cells[who].runs.append(result)
+                grown = result["peak_bytes"] - result["baseline_bytes"]
+                needs[who] = max(64 << 20, int(1.05 * grown))
+                seconds = result["wall_seconds"]
+                print(f"{row} {who}: {seconds:.3f} s, {grown / 1e6:,.0f} MB", file=sys.stderr)
+
+        harness.take_turns(cells, self.repeat, one)
+        for ocdbt in (job.ocdbt, job.warmup_ocdbt):
+            shutil.rmtree(ocdbt, ignore_errors=True)
+        self.problems += [
+            f"{row} {who}: {cell.problem}" for who, cell in cells.items() if cell.problem
+        ]
+        return cells
+
+    def _child(self, job: Job) -> tuple[dict[str, float] | None, str]:
+        return harness.run_child("accelerator_child.py", job, timeout_seconds=self.timeout_seconds)
+
+
+def render(report: Report) -> str:
+    """All tables and the promises."""
+    runs = [run for cells in report.rows.values() for cell in cells.values() for run in cell.runs]
+    devices = ", ".join(dict.fromkeys(run["devices"] for run in runs))
+    lines = [f"Devices: {devices or 'none'}", "", *heading(report)]
+    if "(cpu)" in devices:
+        lines += ["**CPU devices: a check of this program, no figure of an accelerator.**", ""]
+    for task, limit, whos in (("load", LOADS[0], LOADS), ("save", SAVES[0], SAVES)):
+        rows = {r: c for r, c in report.rows.items() if (r.task == "save") == (task == "save")}
+        if rows:
+            lines += [*_seconds(task, limit, whos, rows), ""]
+    lines += [*_details(report.rows), "", "### Bars", "", *promises(_verdicts(report))]
+    return "\n".join(lines) + "\n"
+
+
+def _seconds(task: str, limit: str, whos: Sequence[str], rows: dict[Row, Cells]) -> Iterator[str]:
+    """Median seconds side by side, and ratios to ours; that of the limit is our share of it."""
+    others = [who for who in whos if who != "ours"]
+    head = [task, *(f"{who} s" for who in whos), *(f"{who} / ours" for who in others)]
+    body = []
+    for row, cells in rows.items():
+        seconds = [seconds_text(cells.get(who)) for who in whos]
+        body.append(
+            [str(row), *seconds, *(ratio_text(ratio(cells, who, "ours")) for who in others)]
+        )
+    return table(head, body)
+
+
+def _details(rows: dict[Row, Cells]) -> Iterator[str]:
+    """Everything else, a line for each contender."""
+    head = [
+        "row",
+        "contender",
+        "runs",
+        "wall s, least-most",
+        "GB/s",
+        "CPU s",
+        "host memory MB",
+        "device memory MB",
+        "arrays MB",
+    ]
+    body = [
+        [str(row), who, *_figures(cell)]
+        for row, cells in rows.items()
+        for who, cell in cells.items()
+        if cell.runs
+    ]
+    return table(head, body)
+
+
+def _figures(cell: Cell) -> list[str]:
+    walls = [run["wall_seconds"] for run in cell.runs]
+    device_peak = _device_peak(cell)
+    return [
+        str(len(walls)),
+        f"{min(walls):.3g}-{max(walls):.3g}",
+        f"{cell.runs[0]['tensor_bytes'] / 1e9 / (cell.seconds or 1.0):.3g}",
+        f"{cell.median('cpu_seconds'):.3g}",
+        f"{(cell.growth_bytes or 0.0) / 1e6:,.0f}",
+        "" if device_peak is None else f"{device_peak / 1e6:,.0f}",
+        f"{cell.runs[0]['array_bytes'] / 1e6:,.0f}",
+    ]
+
+
+def _device_peak(cell: Cell) -> float | None:
+    peaks = [run["device_peak_bytes"] for run in cell.runs]
+    return None if None in peaks else max(peaks)
+
+
+def _bars() -> Iterator[Ratio]:
+    for row in default_rows():
+        if row.task == "save":
+            yield Ratio(row, "device_get", "ours", 0.8)
+        elif row.task == "warm":
+            yield Ratio(row, "device_put", "ours", 0.8 if row[:2] == ("plain", "dim0") else 0.6)
+
+
+def _verdicts(report: Report) -> Iterator[Verdict]:
+    yield from ratio_verdicts(report, _bars())
+    for row, cells in report.rows.items():
+        ours = cells.get("ours", Cell())
+        if ours.runs:
+            promise = f"{row} device memory at most the arrays + {BUDGET_BYTES >> 20} MiB"
+            peak, arrays = _device_peak(ours), ours.runs[0]["array_bytes"]
+            if peak is None:
+                yield Verdict(promise, "the backend does not tell", None)
+            else:
+                beyond = peak - arrays
+                yield Verdict(promise, f"{beyond / 1e6:,.0f} MB more", beyond <= BUDGET_BYTES)
+        yield from problem_verdicts(row, cells)
+
+
+def main() -> None:
+    """Runs what the command line asks for and prints the report."""
+    parser = harness.parser(__doc__, CONTENDERS, "WAY[:SHARDING[:TASK]]")
+    parser.add_argument("--platform", default="", help="as JAX names it; default: what it finds")
+    parser.add_argument("--check", action="store_true", help="fail where a contender does not run")
+    options = harness.parse(parser, CONTENDERS)
+    if options.check:
+        options.scale, options.repeat = _CHECK_SCALE, 1
+        options.only = options.only or [*_CHECK]
+    bench = Bench(
+        folder=options.dir,
+        scale=options.scale,
+        repeat=options.repeat,
+        timeout_seconds=options.timeout,
+        verify=options.verify or options.check,
+        platform=options.platform,
+    )
+
+    def run(row: Row) -> Cells:
+        chosen = options.contenders or CONTENDERS
+        return bench.run(row, [who for who in default_contenders(row) if who in chosen])
+
+    harness.measure(options, list(default_rows()), run, render)
+    if options.check and bench.problems:
+        raise SystemExit("\n".join(bench.problems))
+
+
+if __name__ == "__main__":
+    main()
