@@ -11,6 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.experimental
 
+from orbax_safetensors_layout.runtime import Cancellation
+
 _jax: Any = jax  # its configuration is untyped, differently so from release to release
 _enable_x64 = _jax.enable_x64 if hasattr(_jax, "enable_x64") else _jax.experimental.enable_x64
 _P = ParamSpec("_P")
@@ -35,15 +37,24 @@ def in_callers_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def in_background(
     function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
 ) -> Coroutine[Any, Any, _R]:
-    """A coroutine that runs `function` in a thread, in the context of this call."""
-    captured = functools.partial(in_callers_context(function), *args, **kwargs)
+    """A coroutine that runs `function` in a thread, in the context of this call.
+
+    When the coroutine is cancelled, reads that the function has begun are broken off; it ends when
+    the function has ended.
+    """
+    with Cancellation() as cancellation:
+        captured = functools.partial(in_callers_context(function), *args, **kwargs)
 
     async def run() -> _R:
-        running = asyncio.get_running_loop().run_in_executor(None, captured)
+        loop = asyncio.get_running_loop()
+        cancellation.is_given_up = loop.is_closed  # as after Ctrl-C in Orbax's own
+        running = loop.run_in_executor(None, captured)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait([running])  # a thread cannot be stopped
+            cancellation.cancel()
+            running.add_done_callback(lambda end: end.cancelled() or end.exception())  # has no user
+            await asyncio.wait([running])
             raise
 
     return run()

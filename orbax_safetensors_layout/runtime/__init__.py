@@ -1,5 +1,6 @@
 """Threads, memory and processes: task pools, budgets, process groups, progress."""
 
+from .cancellation import Cancellation, interrupt_when_cancelled
 from .gc import frozen_heap
 from .memory import (
     DIRECT_CHUNK_BYTES,

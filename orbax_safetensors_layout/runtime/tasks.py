@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Self, TypeAlias, TypeVarTuple
 
+from .cancellation import interrupt_when_cancelled
+
 _CHECK_SECONDS = 1.0
 
 Args = TypeVarTuple("Args")
@@ -39,6 +41,7 @@ class Workers:
         self._is_stopped = False
         self._finished: queue.SimpleQueue[Then] = queue.SimpleQueue()
         self._in_flight = 0
+        self._cancellation = interrupt_when_cancelled(self)
 
     def __enter__(self) -> Self:
         return self
@@ -67,6 +70,7 @@ class Workers:
         if not self._in_flight:
             return False
         while True:
+            self._cancellation.check()
             self._check()
             try:
                 then = self._finished.get(timeout=_CHECK_SECONDS)
@@ -87,6 +91,10 @@ class Workers:
         while self.progress():
             pass
 
+    def interrupt(self) -> None:
+        """Fails with `CancelledError`; for any thread."""
+        self._fail(CancelledError("the work was cancelled"))
+
     def stop(self) -> None:
         """Starts nothing more, and waits for what is running."""
         self._is_stopped = True
@@ -102,10 +110,13 @@ class Workers:
         try:
             then = task(*args)
         except BaseException as error:
-            with self._lock:
-                if self._error is None:
-                    self._error = error
-            self._interrupt()
-            self._finished.put(None)
+            self._fail(error)
             raise
         self._finished.put(then)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+        self._interrupt()
+        self._finished.put(None)

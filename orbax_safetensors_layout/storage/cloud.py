@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
@@ -130,7 +131,8 @@ class CloudStorage(Storage):
             result = obstore.get(self._client(), self._key(file), options=options)
             if not seen.is_same(Seen.of(result.meta)):  # a server that knows no If-Match
                 raise _replaced(file, offset, total)
-            got = fill(buffers, result.stream(min_chunk_size=0))
+            stream = result.stream(min_chunk_size=0)
+            got = fill(buffers, itertools.takewhile(self._retrier.goes_on, stream))
         except (exceptions.PreconditionError, *NOT_FOUND):
             raise _replaced(file, offset, total) from None
         if got != total:

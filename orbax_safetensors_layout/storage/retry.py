@@ -63,6 +63,10 @@ class Retrier:
     def interrupt(self) -> None:
         self._interrupted.set()
 
+    def goes_on(self, _: object = None) -> bool:
+        """Return whether it was not interrupted; for instance while parts of a body come."""
+        return not self._interrupted.is_set()
+
     def run(self, call: Callable[[], T], doing: str, url: str) -> T:
         """Returns the result of `call`, tried until it succeeds or another attempt is useless.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from orbax_safetensors_layout.errors import StorageError, redact_urls
 from orbax_safetensors_layout.options import CacheFolder, RetryPolicy
+from orbax_safetensors_layout.runtime import interrupt_when_cancelled
 
 from .base import Storage
 from .cache import CachedStorage
@@ -43,13 +44,14 @@ def open_storage(
             hint="Copy the checkpoint to a local disk first, or mount the bucket.",
         )
     storage, place = opener(text, retries)
-    if cache is None or isinstance(storage, LocalStorage):
-        return storage, place
-    try:
-        return CachedStorage(storage, cache), place
-    except BaseException:
-        storage.close()
-        raise
+    if cache is not None and not isinstance(storage, LocalStorage):
+        try:
+            storage = CachedStorage(storage, cache)
+        except BaseException:
+            storage.close()
+            raise
+    interrupt_when_cancelled(storage)
+    return storage, place
 
 
 def _open_local(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
