@@ -220,10 +220,22 @@ def plan_load(
         frozen_heap(),
     ):
         shards = ProcessShards(process_index, process_count)
-        planned = _plan(
-            catalog, catalog.storage, abstract, mapping, only, options, shards, devices=False
-        )
-        return ReadPlan.joined(planned.plans)
+        return plan_catalog(catalog, abstract, shards, mapping=mapping, only=only, options=options)
+
+
+def plan_catalog(
+    catalog: Catalog,
+    abstract: Any,
+    shards: ProcessShards,
+    *,
+    mapping: Mapping | None,
+    only: str | Sequence[str] | None = None,
+    options: ReadOptions,
+) -> ReadPlan:
+    """Plans as `plan_load` does, from a catalog that is open, which stays so."""
+    storage = catalog.storage
+    planned = _plan(catalog, storage, abstract, mapping, only, options, shards, devices=False)
+    return ReadPlan.joined(planned.plans)
 
 
 class _PlannedLoad(NamedTuple):

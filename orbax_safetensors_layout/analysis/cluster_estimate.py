@@ -39,7 +39,7 @@ from orbax_safetensors_layout.sharding import (
     ShardingRules,
 )
 
-from .inspection import read_configuration
+from .inspection import read_configuration, resolve_checkpoint
 
 RuleUses: TypeAlias = tuple[tuple[ShardingRule | None, int], ...]
 """Rules, None for leaves that none matches, and how many leaves each places."""
@@ -68,6 +68,7 @@ class ClusterEstimate(PlannedShares):
     rules: RuleUses
     misfits: tuple[Misfit, ...]
     saves: str | None = None  # layout of the files of a save
+    is_orbax: bool = False  # whether Orbax reads it, in chunks of its own format
 
     @property
     def unused_rules(self) -> list[ShardingRule]:
@@ -101,32 +102,44 @@ def estimate(
 ) -> ClusterEstimate:
     """Estimates the cost of all tensors to each process, or of a tree to some of them.
 
-    `rules` shard tensors, and leaves without a sharding; for `host_bandwidth` see `HostRate.of`.
+    What Orbax saved in its own format is planned as Orbax reads it. `rules` shard tensors, and
+    leaves without a sharding; for `host_bandwidth` see `HostRate.of`.
     """
     options = given_or_default(options, ReadOptions)
-    with Catalog.open(path) as catalog:
-        entries, kind = catalog.all_entries(), catalog.storage.kind
-        profile = options.profile(kind)
-        if mapping is None and abstract is None and catalog.layout == "hf":
-            shares = _plan_tensors(path, entries, mesh, rules, profile, kind, options)
-        else:
-            from .tree_estimate import plan_tree
+    ref = resolve_checkpoint(path)
+    if ref.is_orbax:
+        if mapping is not None or abstract is not None:
+            raise ValueError("what Orbax saved is planned as it is, without a mapping or a tree")
+        from .chunk_estimate import plan_orbax
 
-            shares = plan_tree(path, mesh, rules, mapping, abstract, options)
-        return ClusterEstimate(
-            **vars(shares),
-            path=catalog.path,
-            mesh=mesh,
-            profile=profile,
-            rate=HostRate.of(profile, kind, host_bandwidth),
-            storage=kind,
-            checkpoint_bytes=sum(entry.nbytes for entry in entries.values()),
-            checkpoint_files=len(catalog.files),
-            device_bytes=sum(nbytes for _, nbytes in shares.shards),
-            largest=max(shares.shards, key=lambda shard: shard[1], default=("", 0)),
-            rules=_rule_uses(rules, shares.placed),
-            misfits=tuple(placing.misfit for placing in shares.placed if placing.misfit),
-        )
+        place, kind, profile = ref.path, "local", options.profile("local")
+        shares, nbytes, files = plan_orbax(ref.path, mesh, rules)
+    else:
+        with Catalog.open(path) as catalog:
+            entries, place, kind = catalog.all_entries(), catalog.path, catalog.storage.kind
+            profile, files = options.profile(kind), len(catalog.files)
+            nbytes = sum(entry.nbytes for entry in entries.values())
+            if mapping is None and abstract is None and catalog.layout == "hf":
+                shares = _plan_tensors(path, entries, mesh, rules, profile, kind, options)
+            else:
+                from .tree_estimate import plan_tree
+
+                shares = plan_tree(catalog, mesh, rules, mapping, abstract, options)
+    return ClusterEstimate(
+        **vars(shares),
+        path=place,
+        mesh=mesh,
+        profile=profile,
+        rate=HostRate.of(profile, kind, host_bandwidth),
+        storage=kind,
+        checkpoint_bytes=nbytes,
+        checkpoint_files=files,
+        device_bytes=sum(nbytes for _, nbytes in shares.shards),
+        largest=max(shares.shards, key=lambda shard: shard[1], default=("", 0)),
+        rules=_rule_uses(rules, shares.placed),
+        misfits=tuple(placing.misfit for placing in shares.placed if placing.misfit),
+        is_orbax=ref.is_orbax,
+    )
 
 
 def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstimate:

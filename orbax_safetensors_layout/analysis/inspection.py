@@ -143,21 +143,16 @@ def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Insp
         names = [*arrays] if only is None else select_names(arrays, only, path=path)
         tensors = []
         for array in map(arrays.__getitem__, names):
-            code, size = _code(array.dtype), math.prod(array.shape)
+            code, size = dtype_code(array.dtype), math.prod(array.shape)
             chunks = source.chunk_count(array)
             tensors.append(
                 InspectedTensor(array.name, code, array.shape, array.nbytes, size, (), chunks)
             )
-        files = {}
-        for root, folders, own in os.walk(path):
-            folders.sort()
-            for file in (os.path.join(root, name) for name in sorted(own)):
-                files[os.path.relpath(file, path)] = os.path.getsize(file)
         return Inspection(
             path=path,
             layout="orbax",
             tensors=tuple(tensors),
-            files=files,
+            files=files_below(path),
             metadata={},
             quantization=None,
             values=values_of(tree),
@@ -166,8 +161,18 @@ def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Insp
         )
 
 
-def _code(dtype: np.dtype) -> str:
-    """The dtype's code in safetensors files, or numpy's name of one that they do not have."""
+def files_below(path: str) -> dict[str, int]:
+    """Return the sizes of all files in a folder and below it, by relative names."""
+    sizes = {}
+    for root, folders, names in os.walk(path):
+        folders.sort()
+        for file in (os.path.join(root, name) for name in sorted(names)):
+            sizes[os.path.relpath(file, path)] = os.path.getsize(file)
+    return sizes
+
+
+def dtype_code(dtype: np.dtype) -> str:
+    """Return a dtype's code in safetensors files, or numpy's name of one that they lack."""
     try:
         return dtype_from_numpy(dtype).code
     except UnsupportedDtypeError:

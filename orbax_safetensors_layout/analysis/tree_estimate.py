@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,15 +10,18 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MismatchError
-from orbax_safetensors_layout.load import metadata, plan_load
+from orbax_safetensors_layout.load import plan_catalog
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan import LeafCost, PlannedShares, ReadPlan
+from orbax_safetensors_layout.plan import Cost, LeafCost, PlannedShares, ReadPlan, array_sources
 from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
+from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.sharding import (
     MeshShape,
     Placed,
+    ProcessShards,
     ShardingRule,
     ShardingRules,
     Spec,
@@ -46,7 +48,7 @@ class _Leaf(NamedTuple):
 
 
 def plan_tree(
-    path: str | os.PathLike[str],
+    catalog: Catalog,
     mesh: MeshShape,
     rules: Sequence[ShardingRule],
     mapping: Mapping | None,
@@ -57,28 +59,28 @@ def plan_tree(
     if abstract is None:
         abstract = {
             name: _struct(tensor.shape, tensor.dtype)
-            for name, tensor in metadata(path, mapping=mapping).items()
+            for name, tensor in array_sources(catalog, mapping).items()
         }
     leaves, tree = _placed(abstract, ShardingRules(rules, mesh), mesh)
     count = min(mesh.processes, _MOST_PROCESSES)
     processes = tuple(number * mesh.processes // count for number in range(count))
-    plans = [
-        plan_load(
-            path,
-            tree,
-            mapping=mapping,
-            options=options,
-            process_index=process,
-            process_count=mesh.processes,
-        )
-        for process in processes
-    ]
+    costs: list[Cost] = []
+    held: list[int] = []
+    worst: dict[str, LeafCost] = {}
+    specs = {leaf.name: leaf.spec for leaf in leaves}
+    with frozen_heap():
+        for process in processes:  # one plan in memory at a time
+            shards = ProcessShards(process, mesh.processes)
+            plan = plan_catalog(catalog, tree, shards, mapping=mapping, options=options)
+            costs.append(plan.cost())
+            held.append(sum(leaf.local.elements for leaf in plan.leaves))
+            _add_leaf_costs(worst, plan, specs)
     return PlannedShares(
         parameters=sum(math.prod(leaf.struct.shape) for leaf in leaves),
         processes=processes,
-        costs=tuple(plan.cost() for plan in plans),
-        process_parameters=tuple(sum(leaf.local.elements for leaf in p.leaves) for p in plans),
-        leaf_costs=_leaf_costs(plans, {leaf.name: leaf.spec for leaf in leaves}),
+        costs=tuple(costs),
+        process_parameters=tuple(held),
+        leaf_costs=tuple(worst.values()),
         shards=tuple((leaf.name, leaf.shard_bytes(mesh)) for leaf in leaves),
         placed=tuple(leaf.placed for leaf in leaves if leaf.placed is not None),
     )
@@ -124,17 +126,16 @@ def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[
     return leaves, jax.tree.unflatten(structure, [leaf.struct for leaf in leaves])
 
 
-def _leaf_costs(plans: list[ReadPlan], specs: dict[str, Spec]) -> tuple[LeafCost, ...]:
-    worst: dict[str, LeafCost] = {}
-    for plan in plans:
-        requests = [0] * len(plan.leaves)
-        for _, regions in plan.batches:
-            for region in regions:
-                requests[region.leaf] += region.read.storage_requests(plan.profile)
-        for number, (name, needed, read) in enumerate(plan.by_tensor()):
-            leaf = plan.leaves[number]
-            code, spec = leaf.stored.code, specs.get(name)
-            cost = LeafCost(name, leaf.shape, code, spec, needed, read, requests[number])
-            if name not in worst or worst[name].read_bytes < read:
-                worst[name] = cost
-    return tuple(worst.values())
+def _add_leaf_costs(worst: dict[str, LeafCost], plan: ReadPlan, specs: dict[str, Spec]) -> None:
+    """Keeps for each leaf the cost to the process that it costs most."""
+    requests = [0] * len(plan.leaves)
+    for _, regions in plan.batches:
+        for region in regions:
+            requests[region.leaf] += region.read.storage_requests(plan.profile)
+    for leaf, (name, needed, read), count in zip(
+        plan.leaves, plan.by_tensor(), requests, strict=True
+    ):
+        if name not in worst or worst[name].read_bytes < read:
+            spec = specs.get(name)
+            code = leaf.stored.code
+            worst[name] = LeafCost(name, leaf.shape, code, spec, needed, read, count)

@@ -7,7 +7,12 @@ import itertools
 import shlex
 from typing import Any
 
-from orbax_safetensors_layout.analysis import ClusterEstimate, estimate, estimate_save
+from orbax_safetensors_layout.analysis import (
+    ClusterEstimate,
+    estimate,
+    estimate_save,
+    resolve_checkpoint,
+)
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_seconds, parse_size
@@ -33,7 +38,12 @@ _AUTO = ShardingRule(".*", None)
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("path", nargs="?", help="a .safetensors file, or a folder of them")
+    add(
+        "path",
+        nargs="?",
+        help="a .safetensors file, a folder of them, or what Orbax saved in its own format, as"
+        " Orbax itself reads it",
+    )
     add_mesh(
         parser,
         "axes of the mesh, outermost first: fsdp=64,tensor=4",
@@ -143,8 +153,10 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
         raise ValueError("name the checkpoint: plan PATH --mesh ...")
     if parsed.mapping and parsed.abstract:
         raise ValueError("--mapping and --abstract exclude each other")
-    with Catalog.open(parsed.path) as catalog:
-        kind = catalog.storage.kind
+    kind = "local"
+    if not resolve_checkpoint(parsed.path).is_orbax:
+        with Catalog.open(parsed.path) as catalog:
+            kind = catalog.storage.kind
     bandwidth, shared = parsed.bandwidth, parsed.shared_bandwidth
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
     loading = estimate(

@@ -90,6 +90,10 @@ def _head(estimate: ClusterEstimate) -> str:
     if any(map(_exchanged, estimate.costs)):
         rate = size_text(exchange_profile().bytes_per_second)
         lines.append(f"exchange among devices, where that takes less time: {rate}/s a host")
+    if estimate.is_orbax:
+        lines.append(
+            "chunks   read whole, for each shard of a host that has a part of one; uncompressed"
+        )
     if not estimate.is_complete:
         lines.append(
             f"planned  {len(estimate.processes)} of {mesh.processes:,} hosts, evenly spread;"
@@ -182,6 +186,12 @@ def _costly(estimate: ClusterEstimate, top: int) -> str:
 def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
     split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
     ways = 1 if leaf.spec is None else estimate.mesh.ways([*itertools.chain(*leaf.spec)])
+    if estimate.is_orbax:
+        is_much = leaf.read_bytes > 1.5 * leaf.needed_bytes
+        return is_much * (
+            "Chunks are read whole: `convert` it for this mesh, and each shard is a chunk; or to"
+            " safetensors, of which hosts read parts."
+        )
     if leaf.read_bytes > 1.5 * leaf.needed_bytes:
         is_inner = estimate.cluster is not None and bool(split) and max(split) > 0
         other = "split dimension 0 instead, " if is_inner else ""

@@ -8,6 +8,7 @@ from .array_source import (
     array_sources,
     leaf_sources,
 )
+from .chunks import ChunkedArray, plan_chunks
 from .cluster import (
     ClusterPlan,
     ClusterTensor,
