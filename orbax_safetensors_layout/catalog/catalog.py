@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
@@ -67,7 +67,7 @@ class Catalog:
         self._file_of: Mapping[str, str]
         if manifest is not None and manifest.pieces is not None:
             self._pieces = PieceCatalog(
-                manifest.pieces, discovery.files, self._headers.fetch, manifest.dtypes()
+                manifest.pieces, discovery.files, self._headers.visit, manifest.dtypes()
             )
             self._file_of = dict.fromkeys(manifest.pieces.tensors, "")
         elif discovery.weights is None:
@@ -216,9 +216,9 @@ class Catalog:
 
     def metadata(self) -> dict[str, str]:
         """Return the `__metadata__` strings of all files; the first file in sorted order wins."""
-        headers = self._headers.fetch(self.files)
         if self._pieces is not None and self._manifest is not None:
             return dict(self._manifest.metadata)
+        headers = self._headers.fetch(self.files)
         merged: dict[str, str] = {}
         for file in reversed(self.files):
             merged.update(headers[file].metadata)
@@ -275,19 +275,27 @@ class HeaderCache:
         # One lock for all: a second caller most likely asks for the same headers.
         with self._lock:
             lacking = [file for file in files if file not in self._headers]
-            self._refused = None
-            if len(lacking) == 1:
-                self._read(lacking[0])
-            elif lacking:
-                threads = min(storage_profile(self._storage.kind).concurrency, len(lacking))
-                with Workers(threads, "catalog", self._storage.interrupt) as workers:
-                    for file in lacking:
-                        workers.submit(self._read, file)
-                    workers.join()
+            self._read_all(lacking, self._headers.__setitem__)
             return {file: self._headers[file] for file in files}
 
-    def _read(self, file: str) -> None:
-        self._headers[file] = read_header(self._storage, file, large=self._large())
+    def visit(self, files: Sequence[str], look: Callable[[str, Header], None]) -> None:
+        """Calls `look`, on any thread, with each of some files and its header; none is kept."""
+        with self._lock:
+            self._read_all(files, look)
+
+    def _read_all(self, files: Sequence[str], take: Callable[[str, Header], None]) -> None:
+        self._refused = None
+        if len(files) == 1:
+            self._read(files[0], take)
+        elif files:
+            threads = min(storage_profile(self._storage.kind).concurrency, len(files))
+            with Workers(threads, "catalog", self._storage.interrupt) as workers:
+                for file in files:
+                    workers.submit(self._read, file, take)
+                workers.join()
+
+    def _read(self, file: str, take: Callable[[str, Header], None]) -> None:
+        take(file, read_header(self._storage, file, large=self._large()))
 
     @contextlib.contextmanager
     def _large(self) -> Iterator[None]:

@@ -1,9 +1,12 @@
-"""Finds the pieces of tensors in their files, fetching only the headers that are needed."""
+"""Finds the pieces of tensors in their files, reading only the headers that are needed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format import (
@@ -11,8 +14,8 @@ from orbax_safetensors_layout.format import (
     SAVE_ID,
     DType,
     Header,
-    StoredBox,
     StoredPieces,
+    StoredTensor,
     TensorEntry,
     piece_file_prefix,
     piece_name,
@@ -21,7 +24,8 @@ from orbax_safetensors_layout.geometry import Box
 
 _MIXED = "Files of two saves may be mixed in the folder."
 
-FetchHeaders = Callable[[Sequence[str]], Mapping[str, Header]]
+VisitHeaders = Callable[[Sequence[str], Callable[[str, Header], None]], None]
+"""Calls a function, on any thread, with each of some files and its header."""
 
 
 def check_save(save_id: str, file: str, header: Header) -> None:
@@ -37,8 +41,26 @@ def check_save(save_id: str, file: str, header: Header) -> None:
         )
 
 
+class _Piece(NamedTuple):
+    """A box of a class of tensors, and what the pieces of all of them have in common."""
+
+    box: Box
+    shape: tuple[int, ...]
+    elements: int
+    file: int
+    rank: int  # pieces of the same tensor before it in the file
+    suffix: str  # of its name; none of a whole tensor
+
+
+class _FileStarts(NamedTuple):
+    """The first bytes of the pieces in a file, of which a header would take 50 times the memory."""
+
+    first: array[int]  # for each tensor the number of its first piece
+    starts: array[int]  # of each piece; -1 where the file does not hold it
+
+
 class PieceCatalog:
-    """The places of the pieces of tensors, in files whose headers `fetch` returns.
+    """The places of the pieces of tensors, in files whose headers `visit` shows.
 
     `dtypes` are those of tensors whose sub-byte elements are stored one a byte.
     """
@@ -47,30 +69,35 @@ class PieceCatalog:
         self,
         stored: StoredPieces,
         files: Sequence[str],
-        fetch: FetchHeaders,
+        visit: VisitHeaders,
         dtypes: Mapping[str, DType],
     ) -> None:
         self.stored = stored
         self._dtypes = dtypes
         self._files = tuple(files)
-        self._fetch = fetch
+        self._visit = visit
         self._process = 0
         self._own_file: int | None = None
         self._lock = threading.Lock()
-        self._chosen: dict[tuple[int, tuple[Box, ...]], tuple[StoredBox, ...]] = {}
+        self._classes: dict[tuple[int, tuple[int, ...]], tuple[_Piece, ...]] = {}
+        self._chosen: dict[tuple[object, ...], tuple[_Piece, ...]] = {}
         self._choices: dict[int, bool] = {}
         self._used: set[int] = set()
+        self._number_of = {name: number for number, name in enumerate(stored.tensors)}
+        self._starts: dict[int, _FileStarts] = {}
 
     def prefer(self, process: int) -> None:
         """Sets the process: of files with the same box it reads one that it opens anyway.
 
         Else it reads its own, and if it has none, not the one that all others read.
         """
-        self._process = process
         prefix = piece_file_prefix(process)
-        for number, file in enumerate(self.stored.files):
-            if file.rpartition("/")[2].startswith(prefix):
-                self._own_file = number
+        with self._lock:
+            self._process, self._own_file = process, None
+            self._chosen, self._used = {}, set()
+            for number, file in enumerate(self.stored.files):
+                if file.rpartition("/")[2].startswith(prefix):
+                    self._own_file = number
 
     def whole(self, name: str) -> TensorEntry:
         """Return the entry of a whole tensor; its `file` is the first that has a piece of it."""
@@ -87,7 +114,7 @@ class PieceCatalog:
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return the boxes that a tensor is stored in, each once."""
-        return tuple(dict.fromkeys(stored.box for stored in self.stored.boxes(name)))
+        return tuple(dict.fromkeys(piece.box for piece in self._pieces(self.stored.tensors[name])))
 
     def find(
         self, regions: Mapping[str, Sequence[Box]]
@@ -96,31 +123,42 @@ class PieceCatalog:
         # Boxes in one file first: the others are then read from files that are open.
         in_order = sorted(regions, key=self._has_choice)
         chosen = {name: self._choose(name, tuple(regions[name])) for name in in_order}
-        numbers = sorted({stored.file for boxes in chosen.values() for stored in boxes})
-        headers = self._fetch([self._files[number] for number in numbers])
-        if self.stored.save_id is not None:
-            for file, header in headers.items():
-                check_save(self.stored.save_id, file, header)
+        distinct = {id(pieces): pieces for pieces in chosen.values()}.values()
+        self._read({piece.file for pieces in distinct for piece in pieces})
         return {
-            name: tuple((stored.box, self._entry(name, stored, headers)) for stored in chosen[name])
+            name: tuple((piece.box, self._entry(name, piece)) for piece in chosen[name])
             for name in regions
         }
 
-    def _choose(self, name: str, regions: tuple[Box, ...]) -> tuple[StoredBox, ...]:
+    def _pieces(self, tensor: StoredTensor) -> tuple[_Piece, ...]:
+        """Return the boxes of a tensor's class; the same objects for all its tensors."""
+        key = tensor.number, tensor.shape
+        if key not in self._classes:
+            ranks: Counter[int] = Counter()
+            pieces = []
+            for start, stop, file in self.stored.classes[tensor.number]:
+                box = Box(start, stop)
+                suffix = piece_name("", tensor.shape, box)
+                pieces.append(_Piece(box, box.shape, box.size, file, ranks[file], suffix))
+                ranks[file] += 1
+            self._classes[key] = tuple(pieces)
+        return self._classes[key]
+
+    def _choose(self, name: str, regions: tuple[Box, ...]) -> tuple[_Piece, ...]:
         """Return the boxes that overlap regions, of equal ones that in the nearest file."""
-        key = (self.stored.tensors[name].number, regions)
+        tensor = self.stored.tensors[name]
+        key = (tensor.number, tensor.shape, regions)
         with self._lock:
             if key in self._chosen:
                 return self._chosen[key]
-            chosen: dict[Box, StoredBox] = {}
-            for stored in self.stored.boxes(name):
-                box = stored.box
-                if not any(box.intersect(region) for region in regions):
+            chosen: dict[Box, _Piece] = {}
+            for piece in self._pieces(tensor):
+                if not any(piece.box.intersect(region) for region in regions):
                     continue
-                rival = chosen.get(box)
-                if rival is None or self._cost(stored.file) < self._cost(rival.file):
-                    chosen[box] = stored
-            self._used.update(stored.file for stored in chosen.values())
+                rival = chosen.get(piece.box)
+                if rival is None or self._cost(piece.file) < self._cost(rival.file):
+                    chosen[piece.box] = piece
+            self._used.update(piece.file for piece in chosen.values())
             self._chosen[key] = tuple(chosen.values())
             return self._chosen[key]
 
@@ -135,21 +173,61 @@ class PieceCatalog:
             self._choices[number] = len({stored.box for stored in boxes}) < len(boxes)
         return self._choices[number]
 
-    def _entry(self, name: str, stored: StoredBox, headers: Mapping[str, Header]) -> TensorEntry:
-        tensor = self.stored.tensors[name]
-        file = self._files[stored.file]
-        piece = piece_name(name, tensor.shape, stored)
-        entry = headers[file].tensors.get(piece)
-        actual = "none" if entry is None else f"{entry.dtype.code} {list(entry.shape)}"
-        expected = f"{tensor.dtype} {list(stored.box.shape)}"
-        if entry is None or actual != expected:
-            raise InvalidManifestError(
-                "a file does not hold the piece that the manifest says",
-                file=file,
-                tensor=piece,
-                expected=expected,
-                found=actual,
-                hint=_MIXED,
-            )
-        dtype = self._dtypes.get(name)
-        return entry if dtype is None else entry._replace(dtype=dtype)
+    def _read(self, numbers: Iterable[int]) -> None:
+        """Reads the headers of files, by number, that have not been read."""
+        lacking = {self._files[n]: n for n in sorted(numbers) if n not in self._starts}
+
+        def keep(file: str, header: Header) -> None:
+            if self.stored.save_id is not None:
+                check_save(self.stored.save_id, file, header)
+            self._starts[lacking[file]] = self._starts_in(lacking[file], header)
+
+        self._visit([*lacking], keep)
+
+    def _starts_in(self, file: int, header: Header) -> _FileStarts:
+        first, starts = array("q"), array("q")
+        of_class: dict[tuple[int, tuple[int, ...]], list[_Piece]] = {}
+        for name, tensor in self.stored.tensors.items():
+            key = tensor.number, tensor.shape
+            if key not in of_class:
+                of_class[key] = [piece for piece in self._pieces(tensor) if piece.file == file]
+            first.append(len(starts))
+            for piece in of_class[key]:
+                entry = header.tensors.get(_name(name, piece))
+                fits = entry and entry.shape == piece.shape and entry.dtype.code == tensor.dtype
+                starts.append(entry.start if entry and fits else -1)
+        return _FileStarts(first, starts)
+
+    def _entry(self, name: str, piece: _Piece) -> TensorEntry:
+        tensor, (first, starts) = self.stored.tensors[name], self._starts[piece.file]
+        start = starts[first[self._number_of[name]] + piece.rank]
+        if start < 0:
+            raise self._absent(name, piece)
+        dtype = self._dtypes.get(name) or DTYPES[tensor.dtype]
+        stop = start + piece.elements * dtype.bits // 8
+        return TensorEntry(
+            _name(name, piece), dtype, piece.shape, self._files[piece.file], start, stop
+        )
+
+    def _absent(self, name: str, piece: _Piece) -> InvalidManifestError:
+        file, found = self._files[piece.file], "none"
+
+        def look(_: str, header: Header) -> None:
+            nonlocal found
+            entry = header.tensors.get(_name(name, piece))
+            if entry is not None:
+                found = f"{entry.dtype.code} {list(entry.shape)}"
+
+        self._visit([file], look)
+        return InvalidManifestError(
+            "a file does not hold the piece that the manifest says",
+            file=file,
+            tensor=_name(name, piece),
+            expected=f"{self.stored.tensors[name].dtype} {list(piece.shape)}",
+            found=found,
+            hint=_MIXED,
+        )
+
+
+def _name(name: str, piece: _Piece) -> str:
+    return name + piece.suffix if piece.suffix else piece_name(name, piece.shape, piece.box)

@@ -86,9 +86,11 @@ def _is_over_read(
         return False
     leaf = regions[0].leaf
     key: object = leaf.name
-    if isinstance(leaf.made_of, str) and arrays.sources[leaf.made_of].catalog is None:
-        entry = arrays.sources[leaf.made_of].entry
-        key = entry.shape, entry.dtype.code, tuple(region.box for region in regions)
+    if isinstance(leaf.made_of, str):
+        entry, catalog = arrays.sources[leaf.made_of]
+        pieces = {} if catalog is None else catalog.pieces([entry.name])
+        boxes = tuple(region.box for region in regions)
+        key = entry.shape, entry.dtype.code, boxes, *pieces.values()
     if key not in known:
         stored = sum(source.nbytes for source in arrays.sources.values())
         known[key] = arrays.bytes_to_read(regions) > _MOST_OVER_READ * stored

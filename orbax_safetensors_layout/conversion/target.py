@@ -16,6 +16,8 @@ from orbax_safetensors_layout.runtime import batches
 FINISHED = "finished"
 """The folder, in the conversion's own, that becomes the checkpoint."""
 
+_MOST_REGIONS = 2048  # that are planned at once: each may be of a thousand pieces
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetArray:
@@ -47,7 +49,8 @@ class LeafRegion(NamedTuple):
 
 def region_batches(regions: Iterable[LeafRegion], most_bytes: int) -> Iterator[list[LeafRegion]]:
     """Groups regions that are read together."""
-    return batches(regions, lambda region: region.nbytes, most_bytes)
+    least = most_bytes // _MOST_REGIONS
+    return batches(regions, lambda region: max(region.nbytes, least), most_bytes)
 
 
 class Target(Protocol):

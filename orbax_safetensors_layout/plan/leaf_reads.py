@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -32,6 +33,13 @@ class TensorPiece(NamedTuple):
     gather: Gather | None = None
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class PiecePattern:
+    """The pieces of leaves, the same object for leaves that differ only in where tensors are."""
+
+    parts: tuple[tuple[Box, AffineView], ...]  # box and view of each
+
+
 class LeafRead(NamedTuple):
     """One leaf and the tensors it is read from."""
 
@@ -45,6 +53,7 @@ class LeafRead(NamedTuple):
     fills: tuple[FillPiece, ...] = ()  # not read; with `sources` they cover each of `local`
     # Reads of one number are computed into one leaf; their memory is held until all are complete.
     unit: int | None = None
+    pattern: PiecePattern | None = None  # of `sources`, whose dtypes are then known to be `stored`
 
     @classmethod
     def plain(

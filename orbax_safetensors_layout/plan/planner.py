@@ -36,26 +36,28 @@ class RegionPlanner:
         self._reads: dict[tuple[object, ...], RegionPlan] = {}
         # The values hold the `AddressableShards`, so that an id stays its own.
         self._layouts: dict[tuple[object, ...], tuple[AddressableShards, list[TileLayout]]] = {}
-        self._single: dict[tuple[object, ...], tuple[AddressableShards, list[ByteRegion]]] = {}
+        self._known: dict[tuple[object, ...], tuple[AddressableShards, list[ByteRegion]]] = {}
 
     def regions(self, number: int, leaf: LeafRead) -> list[ByteRegion]:
         """Return the regions of leaf `number` of a plan, tile by tile, after `LeafRead.check`."""
-        if len(leaf.sources) != 1 or leaf.sources[0].gather is not None:
+        pattern: object = leaf.pattern
+        if len(leaf.sources) == 1 and leaf.sources[0].gather is None:
+            ((entry, box, view, _),) = leaf.sources
+            pattern = view, box, entry.shape, entry.dtype.code
+        starts = [source.entry.start for source in leaf.sources]
+        make = self._packed if leaf.stored.packed else self._several
+        if pattern is None:
             leaf.check()
-            return list(self._several(number, leaf))
-        ((entry, box, view, _),) = leaf.sources
-        likeness = (leaf.shape, leaf.stored.code, leaf.is_staged, id(leaf.local))
-        key = (*likeness, view, box, entry.shape, entry.dtype.code)
-        if key not in self._single:
+            return list(make(number, leaf))
+        key = (leaf.shape, leaf.stored.code, leaf.is_staged, id(leaf.local), pattern)
+        if key not in self._known:
             leaf.check()
-            make = self._packed if leaf.stored.packed else self._several
-            # From the tensor's first byte, the same for every tensor.
-            reads = [r._replace(start=r.start - entry.start) for r in make(number, leaf)]
-            self._single[key] = (leaf.local, reads)
-        shift = entry.start
+            # From each tensor's first byte, the same for all leaves of the pattern.
+            reads = [r._replace(start=r.start - starts[r.source]) for r in make(number, leaf)]
+            self._known[key] = (leaf.local, reads)
         return [
-            ByteRegion(number, 0, start + shift, at, read, layout, parts)
-            for _, _, start, at, read, layout, parts in self._single[key][1]
+            ByteRegion(number, source, starts[source] + start, at, read, layout, parts)
+            for _, source, start, at, read, layout, parts in self._known[key][1]
         ]
 
     def _several(self, number: int, leaf: LeafRead) -> Iterator[ByteRegion]:

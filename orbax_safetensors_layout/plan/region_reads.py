@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from orbax_safetensors_layout.options import KIB, MIB
 from orbax_safetensors_layout.sharding import AddressableShards
 
 from .array_source import ArraySource, LeafPlan, StoredSource
-from .leaf_reads import LeafRead, TensorPiece
+from .leaf_reads import LeafRead, PiecePattern, TensorPiece
 
 _BLOCKS_IN_BUDGET = 4  # of all boxes of a region: some are read while others are computed
 _MOST_BLOCK_BYTES = 8 * MIB
@@ -111,10 +111,20 @@ def _plan_regions(regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> l
         for read in reads.values():
             boxes.setdefault(read.name, {}).update(dict.fromkeys(read.local.boxes))
         pieces_of = catalog.locate({name: tuple(of_name) for name, of_name in boxes.items()})
+        # Pieces of tensors with equal shards have the same boxes, as objects.
+        patterns: dict[tuple[int, ...], PiecePattern] = {}
         for number, read in reads.items():
-            pieces: Iterable[tuple[Box, TensorEntry]] = pieces_of[read.name]
+            pieces: Sequence[tuple[Box, TensorEntry]] = pieces_of[read.name]
             if len(boxes[read.name]) > len(read.local.boxes):
-                pieces = (p for p in pieces if any(map(p[0].intersect, read.local.boxes)))
-            sources = (TensorPiece(entry, b, AffineView.row_major(b.shape)) for b, entry in pieces)
-            plans[number] = LeafPlan(read._replace(sources=tuple(sources)))
+                pieces = [p for p in pieces if any(map(p[0].intersect, read.local.boxes))]
+            key = tuple(id(box) for box, _ in pieces)
+            if key not in patterns:
+                parts = [(box, AffineView.row_major(box.shape)) for box, _ in pieces]
+                patterns[key] = PiecePattern(tuple(parts))
+            pattern = patterns[key]
+            sources = [
+                TensorPiece(entry, *part)
+                for (_, entry), part in zip(pieces, pattern.parts, strict=True)
+            ]
+            plans[number] = LeafPlan(read._replace(sources=tuple(sources), pattern=pattern))
     return plans

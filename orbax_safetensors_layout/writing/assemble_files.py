@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from .folder import CheckpointFolder, OpenFile
 from .host import HostValues
 
 _BLOCKS_IN_FLIGHT = 8
+_BLOCKS_PLANNED = 2048  # at once: each may be of a thousand pieces
 _MOST_BLOCK_BYTES = 32 << 20
 _GROUP = 8  # packed elements of a block fill whole bytes
 
@@ -63,10 +65,13 @@ def assemble_files(
     report = ProgressReport(progress, sum(block.nbytes for block in blocks))
 
     def take(
-        numbers: Sequence[int], _: Sequence[int], parts: Sequence[np.ndarray]
+        planned: Sequence[_Block],
+        numbers: Sequence[int],
+        _: Sequence[int],
+        parts: Sequence[np.ndarray],
     ) -> Callable[[], object]:
         jobs = []
-        for block in (blocks[number] for number in numbers):
+        for block in (planned[number] for number in numbers):
             report.add(block.nbytes, block.entry.name)
             jobs.append(folder.pool.submit(_write, folder, block, parts[0]))
         return lambda: [job.result() for job in jobs]
@@ -77,12 +82,15 @@ def assemble_files(
         memory_budget_bytes=budget,
         in_order=folder.storage.appends,
     )
-    regions = []
-    for block in blocks:
-        source = sources[block.entry.name]
-        regions.append(ArrayRegion.of_box(block.entry.name, source, block.box, source.dtype))
-    reads = RegionReads(regions, budget)
-    reader.run(reads, reader.plan(reads), take, check=folder.check)
+    for first in range(0, len(blocks), _BLOCKS_PLANNED):
+        planned = blocks[first : first + _BLOCKS_PLANNED]
+        regions = []
+        for block in planned:
+            source = sources[block.entry.name]
+            regions.append(ArrayRegion.of_box(block.entry.name, source, block.box, source.dtype))
+        reads = RegionReads(regions, budget)
+        taking = functools.partial(take, planned)
+        reader.run(reads, reader.plan(reads), taking, check=folder.check)
     folder.pool.join()
 
 

@@ -29,9 +29,10 @@ def opened(process: int, boxes: dict[str, tuple[Box, ...]]) -> set[int]:
     """The files whose headers are fetched."""
     files: list[str] = []
 
-    def fetch(names):
-        files.extend(names)
-        return {name: header(name) for name in names}
+    def visit(names, look):
+        for name in names:
+            files.append(name)
+            look(name, header(name))
 
     def header(file):
         number, entries = FILES.index(file), {}
@@ -43,7 +44,7 @@ def opened(process: int, boxes: dict[str, tuple[Box, ...]]) -> set[int]:
                     entries[key] = TensorEntry(key, DTYPES["U8"], shape, file, 0, shape[0])
         return Header(entries, {})
 
-    catalog = PieceCatalog(STORED, FILES, fetch, {})
+    catalog = PieceCatalog(STORED, FILES, visit, {})
     catalog.prefer(process)
     located = catalog.find(boxes)
     assert list(located) == list(boxes)

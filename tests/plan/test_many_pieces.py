@@ -1,0 +1,143 @@
+"""Many tensors in pieces over many files: read and converted, with one plan for all alike."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from many_pieces import differing, tensors_of_experts, values_of, write
+from meshes import mesh_of
+from programs import run_alone
+from recording import recording
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli.main import main
+
+TENSORS = tensors_of_experts(layers=2, experts=4)
+FILES = 8
+
+
+@pytest.fixture(params=[False, True], ids=["split", "scattered"])
+def folder(request, tmp_path):
+    write(tmp_path / "pieces", TENSORS, FILES, scattered=request.param)
+    return tmp_path / "pieces"
+
+
+def abstract(mesh):
+    def struct(tensor, dtype):
+        spec = P("x") if tensor.shape[0] % 8 == 0 else P()
+        return jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    dtypes = {"U8": np.uint8, "F16": np.float16, "F32": np.float32}
+    return {tensor.name: struct(tensor, dtypes[tensor.dtype]) for tensor in TENSORS}
+
+
+def whole_file(path):
+    return {
+        name: value
+        for file in sorted(path.glob("*.safetensors"))
+        for name, value in safetensors.numpy.load_file(file).items()
+    }
+
+
+def test_all_ways_to_read_them(folder, tmp_path):
+    assert not [*differing(osl.load(folder), TENSORS)]
+    with recording() as storage:
+        loaded = osl.load(folder, abstract(mesh_of(x=8)))
+        cost = osl.plan_load(folder, abstract(mesh_of(x=8))).cost()
+    assert not [*differing({name: np.asarray(v) for name, v in loaded.items()}, TENSORS)]
+    ranges = storage.tensor_ranges()
+    assert sum(stop - start for _, start, stop in ranges) == cost.read_bytes
+    assert len(ranges) == cost.requests
+    osl.convert(folder, tmp_path / "converted", format="hf")
+    assert not [*differing(whole_file(tmp_path / "converted"), TENSORS)]
+    osl.consolidate(folder, tmp_path / "consolidated")
+    assert not [*differing(whole_file(tmp_path / "consolidated"), TENSORS)]
+
+
+def test_a_few_of_them(folder):
+    only = "*.layers.1.mlp.experts.3.*"
+    numbers = [n for n, tensor in enumerate(TENSORS) if ".layers.1.mlp.experts.3." in tensor.name]
+    loaded = osl.load(folder, only=only)
+    assert {name: value.tobytes() for name, value in loaded.items()} == {
+        TENSORS[n].name: values_of(n, TENSORS[n]).tobytes() for n in numbers
+    }
+
+
+@pytest.mark.parametrize("process", [0, 5])
+def test_each_process_of_the_cluster_that_saved_reads_its_own_file(tmp_path, process):
+    write(tmp_path / "pieces", [t for t in TENSORS if t.shape[0] % FILES == 0], FILES)
+    tensors = abstract(AbstractMesh((FILES,), ("x",)))
+    split = {name: leaf for name, leaf in tensors.items() if leaf.shape[0] % FILES == 0}
+    planned = osl.plan_load(tmp_path / "pieces", split, process_index=process, process_count=FILES)
+    cost = planned.cost()
+    assert cost.files == 1
+    total = sum(np.prod(leaf.shape) * leaf.dtype.itemsize for leaf in split.values())
+    assert cost.read_bytes == cost.needed_bytes == total // FILES
+
+
+def test_tensors_of_equal_pieces_share_their_geometry(folder):
+    plan = osl.plan_load(folder)
+    regions = [region for _, regions in plan.batches for region in regions]
+    kinds = {(tensor.shape, tensor.dtype) for tensor in TENSORS}
+    layouts = {id(region.layout) for region in regions}
+    assert len(regions) >= len(TENSORS)
+    assert len(layouts) <= len(kinds)
+    if "scattered" not in str(folder):
+        assert len({id(region.read) for region in regions}) <= 2 * len(kinds)
+
+
+def test_the_estimate_of_a_cluster(folder, capsys):
+    arguments = ["plan", str(folder), "--mesh", "x=8", "--hosts", "8", "--json", "-q"]
+    assert main([*arguments, "--replicated", "each"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    mesh = AbstractMesh((8,), ("x",))
+    tree = abstract(mesh)
+    for name, leaf in tree.items():
+        if len(leaf.shape) < 2:  # vectors are not split by the rule `auto`
+            sharding = NamedSharding(mesh, P())
+            tree[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    for process in report["processes"]:
+        plan = osl.plan_load(
+            folder,
+            tree,
+            options=osl.ReadOptions(replicated="each"),
+            process_index=process["process"],
+            process_count=8,
+        )
+        assert process["read_bytes"] == plan.cost().read_bytes
+        assert process["requests"] == plan.cost().requests
+
+
+def test_a_piece_of_another_shape_is_named(folder):
+    file = sorted(folder.glob("*.safetensors"))[3]
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name = next(n for n, entry in header.items() if entry.get("dtype") == "U8")
+    header[name]["shape"] = [1, *header[name]["shape"]]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    with pytest.raises(osl.InvalidManifestError, match="does not hold the piece") as caught:
+        osl.load(folder)
+    assert (caught.value.file, caught.value.tensor) == (str(file), name)
+    assert str(caught.value.found).startswith("U8 [1, ")
+    others = [tensor.name for tensor in TENSORS if not name.startswith(tensor.name)]
+    assert set(osl.load(folder, only=others)) == set(others)
+
+
+@pytest.mark.parametrize("doing", ["plan", "consolidate", "convert"])
+def test_memory_does_not_grow_with_the_number_of_pieces(tmp_path, doing):
+    """Of 1,200 tensors in 64 pieces each, and of four times as many."""
+    peaks = []
+    for layers in (6, 24):
+        write(tmp_path / f"{layers}", tensors_of_experts(layers, 16), 64)
+        peaks.append(int(run_alone("many_pieces_peak.py", tmp_path / f"{layers}", doing)))
+    assert peaks[1] < MOST_BYTES, peaks
+
+
+MOST_BYTES = 1 << 30
