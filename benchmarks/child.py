@@ -81,7 +81,8 @@ def set_up(platform: str = "cpu") -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
     if platform:
         os.environ["JAX_PLATFORMS"] = platform
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
 
 
 def _save(job: Job) -> dict[str, Any]:
