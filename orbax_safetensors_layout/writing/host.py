@@ -55,10 +55,10 @@ class HostValues:
         ]
 
     def cut(self, part: FilePart, budget_bytes: int) -> Iterator[FilePart]:
-        """Yields a part, or slabs of one that would hold more than a budget."""
+        """Yields a part, or slabs of one beside which no other of its size would fit a budget."""
         nbytes = self.held_bytes(part)
         captured = (part.leaf, part.tile.members) in self._captured
-        if nbytes <= max(budget_bytes, _LEAST_SLAB_BYTES) or captured:
+        if nbytes <= max(budget_bytes // 2, _LEAST_SLAB_BYTES) or captured:
             yield part
             return
         most = part.tile.box.size * max(budget_bytes // _SLABS, _LEAST_SLAB_BYTES) // nbytes

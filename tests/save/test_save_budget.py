@@ -139,11 +139,17 @@ def test_the_budget_makes_the_blocking_part_longer(tmp_path, route):
     assert blocking_seconds(256) > 0.02 * (len(NAMES) - 2)
 
 
-def test_parts_come_to_the_host_while_others_are_written(tmp_path, monkeypatch):
-    """A write ends here once the copy of the next part has begun."""
+@pytest.mark.parametrize(
+    ("shape", "copies", "budget"), [((8, 8), 1, None), ((3072, 2048), 3, 32 << 20)]
+)
+def test_parts_come_to_the_host_while_others_are_written(
+    tmp_path, monkeypatch, shape, copies, budget
+):
+    """A write ends here once the next copy has begun, also of tensors of which one fits alone."""
+    values = {name: random_tensor(shape, np.dtype(np.float32), ord(name)) for name in "abc"}
     begun = threading.Semaphore(0)
     to_host, write_at = host._to_host, OpenFile.write_at
-    copies_to_wait_for = iter([2, *[1] * (len(NAMES) - 2), 0])
+    copies_to_wait_for = iter([2, *[1] * (copies * len(values) - 2), 0])
 
     def begin(shards):
         begun.release()
@@ -151,16 +157,15 @@ def test_parts_come_to_the_host_while_others_are_written(tmp_path, monkeypatch):
 
     def write(file, offset, buffers):
         for _ in range(next(copies_to_wait_for) if offset else 0):  # headers are at 0
-            assert begun.acquire(timeout=60), "the next part waits for the write"
+            assert begun.acquire(timeout=20), "the next part waits for the write"
         write_at(file, offset, buffers)
 
     monkeypatch.setattr(host, "_to_host", begin)
     monkeypatch.setattr(OpenFile, "write_at", write)
-    osl.save(tmp_path, tree(), options=osl.WriteOptions(max_file_bytes=1, concurrency=1))
+    options = osl.WriteOptions(max_file_bytes=1, concurrency=1, memory_budget_bytes=budget)
+    osl.save(tmp_path, {name: place(v, P()) for name, v in values.items()}, options=options)
     assert next(copies_to_wait_for, None) is None
-    stored = opened(tmp_path)
-    for number, name in enumerate(NAMES):
-        assert_same_bits(stored[name], VALUES + number)
+    assert_saved(tmp_path, values)
 
 
 def test_copies_begin_at_once_where_no_host_memory_is_pinned():
