@@ -3,6 +3,8 @@ import hashlib
 from fork_server import kill_at, say
 
 import orbax_safetensors_layout as osl
+import orbax_safetensors_layout.load
+import orbax_safetensors_layout.storage.web  # in the server, once for all
 
 
 def main(url, cache, cache_bytes, kill=-1, only=None):
