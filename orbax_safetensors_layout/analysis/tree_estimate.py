@@ -28,7 +28,8 @@ from orbax_safetensors_layout.sharding import (
     spec_of,
 )
 
-_MOST_PROCESSES = 16
+_MOST_PROCESSES, _LEAST_PROCESSES = 16, 4
+_MOST_LEAVES = 1 << 18  # of all processes that are planned: a second for each 10,000
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
@@ -62,7 +63,8 @@ def plan_tree(
             for name, tensor in array_sources(catalog, mapping).items()
         }
     leaves, tree = _placed(abstract, ShardingRules(rules, mesh), mesh)
-    count = min(mesh.processes, _MOST_PROCESSES)
+    by_leaves = max(_LEAST_PROCESSES, _MOST_LEAVES // max(1, len(leaves)))
+    count = min(mesh.processes, _MOST_PROCESSES, by_leaves)
     processes = tuple(number * mesh.processes // count for number in range(count))
     costs: list[Cost] = []
     held: list[int] = []

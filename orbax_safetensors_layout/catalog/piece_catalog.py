@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from array import array
 from collections import Counter
@@ -103,7 +104,7 @@ class PieceCatalog:
         """Return the entry of a whole tensor; its `file` is the first that has a piece of it."""
         tensor = self.stored.tensors[name]
         dtype = self._dtypes.get(name) or DTYPES[tensor.dtype]
-        nbytes = Box.whole(tensor.shape).size * dtype.bits // 8
+        nbytes = math.prod(tensor.shape) * dtype.bits // 8
         file = self._files[self.stored.boxes(name)[0].file]
         return TensorEntry(name, dtype, tensor.shape, file, 0, nbytes)
 

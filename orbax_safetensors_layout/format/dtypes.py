@@ -28,7 +28,9 @@ class DType(NamedTuple):
     @property
     def one_a_byte(self) -> bool:
         """Whether the file stores sub-byte elements one a byte, under the code of that byte."""
-        return self.code in ("U8", "I8") and ONE_A_BYTE.get(self.numpy.name) == self
+        if self.code not in ("U8", "I8") or self == DTYPES[self.code]:
+            return False  # the name below takes numpy longer to make
+        return ONE_A_BYTE.get(self.numpy.name) == self
 
     @property
     def label(self) -> str:

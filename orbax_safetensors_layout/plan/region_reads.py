@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ class ArrayRegion(NamedTuple):
 
     @classmethod
     def of_box(cls, name: str, source: ArraySource, box: Box, dtype: np.dtype) -> ArrayRegion:
-        return cls(name, source, AddressableShards.private((box,)), dtype)
+        return cls(name, source, _alone(box), dtype)
 
     @property
     def subject(self) -> Subject:
@@ -47,6 +48,12 @@ class ArrayRegion(NamedTuple):
         if isinstance(self.source, StoredSource):
             return None
         return id(self.source.bound), self.dtype, self.is_exact
+
+
+@functools.lru_cache(1024)
+def _alone(box: Box) -> AddressableShards:
+    """Return the same object for equal boxes, so that they are planned once."""
+    return AddressableShards.private((box,))
 
 
 class ReadPurpose(NamedTuple):
