@@ -24,7 +24,7 @@ ready, or the save returns. Afterwards arrays and files are compared, bit by bit
 
 Host memory is the largest resident memory above what stood before; on CPU devices arrays are part
 of it, and what this package reads into becomes theirs without the copy that others need, so no bar
-is judged there. Device memory is what the backend tells of its peak. With one device dim0 and dim1
+is judged there. Device memory is the peak that the backend reports. With one device dim0 and dim1
 are the same, and so are fsdp and tensor.
 """
 
@@ -230,7 +230,7 @@ def _verdicts(report: Report) -> Iterator[Verdict]:
             promise = f"{row} device memory at most the arrays + {BUDGET_BYTES >> 20} MiB"
             peak, arrays = _device_peak(ours), ours.runs[0]["array_bytes"]
             if peak is None:
-                yield Verdict(promise, "the backend does not tell", None)
+                yield Verdict(promise, "the backend does not report it", None)
             else:
                 beyond = peak - arrays
                 yield Verdict(promise, f"{beyond / 1e6:,.0f} MB more", beyond <= BUDGET_BYTES)

@@ -103,7 +103,7 @@ def _memory(row: Row, cell: Cell) -> Verdict:
 
 
 def _bytes(row: Row, cell: Cell) -> Verdict:
-    """Bytes that our own counter tells, that read calls gave and, of a cold load, the disk."""
+    """Bytes that our own counter reports, that read calls gave and, of a cold load, the disk."""
     run = cell.runs[0]
     told = cell.scalar("bytes_read")
     files = run["file_bytes"]

@@ -1,7 +1,7 @@
 """A web server that is far away: `python slow_server.py FOLDER LATENCY BANDWIDTH`; prints its port.
 
 Every request waits for `LATENCY` seconds, the first of a connection twice that (its handshake), and
-every connection brings at most `BANDWIDTH` bytes a second. `/stats` tells, and forgets, what went
+every connection brings at most `BANDWIDTH` bytes a second. `/stats` reports, and forgets, what went
 out since it was asked last.
 """
 

@@ -290,7 +290,7 @@ def _abstract_tree(
     *,
     devices: bool,
 ) -> AbstractTree:
-    """The tree that is asked for, filled with what the checkpoint has recorded."""
+    """The tree that is asked for, with what the checkpoint has saved in place of defaults."""
     if only is not None:
         if abstract is None and mapping is None:
             return AbstractTree.of_tensors(catalog.select(only))
@@ -301,11 +301,11 @@ def _abstract_tree(
     if abstract is None and mapping is not None:
         arrays = array_sources(catalog, mapping).items()
         return AbstractTree.parse({name: HostLeaf(a.shape, a.dtype) for name, a in arrays})
-    recorded = SavedMetadata(catalog)
+    saved = SavedMetadata(catalog)
     if abstract is None:
-        return recorded.tree() or AbstractTree.of_tensors(catalog.names)
+        return saved.tree() or AbstractTree.of_tensors(catalog.names)
     tree = AbstractTree.parse(abstract)
-    return tree if mapping is not None else recorded.apply_defaults(tree, devices=devices)
+    return tree if mapping is not None else saved.apply_defaults(tree, devices=devices)
 
 
 def _read(

@@ -17,10 +17,10 @@ PACKAGE = Path(__file__).parents[1] / "orbax_safetensors_layout"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 RETIRED_NAMES = """
-agreement alike band bands below brief checks companions computed design destination destinations
-division facts fetches firsts fleet forecast holdings lease made mine nearest one origins
-publication publish publishing pulse refine refined refuse room rooms sharing sides silent some
-survey tell telling verb verbs want wanted wants
+agreement alike band bands below brief checks companions computed contents design destination
+destinations division facts fetches firsts fleet forecast holdings lease made mine most_told
+nearest one origins publication publish publishing pulse refine refined refined_view refuse room
+rooms settle sharing sides silent some spread survey tell telling told verb verbs want wanted wants
 """
 RETIRED_PHRASES = (
     r"\balike\b",

@@ -29,9 +29,9 @@ def leaf_dtypes(args: Any) -> Sequence[Any] | None:
     save_args = getattr(args, "save_args", None)
     if save_args is None:
         return None
-    structure: Any = jax.tree.structure(args.item)
+    treedef: Any = jax.tree.structure(args.item)
     try:
-        leaves = structure.flatten_up_to(save_args)
+        leaves = treedef.flatten_up_to(save_args)
     except (ValueError, TypeError, KeyError) as error:
         raise MismatchError(
             f"save_args does not fit the item: {error}",
@@ -208,7 +208,7 @@ def load_resized(
     loose: bool,
 ) -> Any:
     """Loads a tree; `jax.Array`s are cut or filled up with zeros if `strict=False`, or `loose`."""
-    pairs, structure = tree_flatten_with_path(abstract)
+    pairs, treedef = tree_flatten_with_path(abstract)
     leaves = [leaf for _, leaf in pairs]
     numbers = [n for n, leaf in enumerate(leaves) if loose or not getattr(leaf, "strict", True)]
     if not numbers:
@@ -231,14 +231,14 @@ def load_resized(
         )
         rules.append(rule(str(number), _resized(name, array.shape, shape)))
         leaves[number] = ...
-    values = load_others(jax.tree.unflatten(structure, leaves))
+    values = load_others(jax.tree.unflatten(treedef, leaves))
     if not abstract:
         return values
     resized = load(path, abstract, mapping=Mapping(rules, strict=False), options=options)
     leaves = jax.tree.leaves(values)
     for name, value in resized.items():
         leaves[int(name)] = value
-    return jax.tree.unflatten(structure, leaves)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _is_resizable(leaf: Any, stored: StoredArray, shape: Any) -> bool:

@@ -118,9 +118,9 @@ def compare(
         ]
         total = sum(here.arrays[name].nbytes for name in names)
         differences = [
-            *_structure(here, there),
+            *_compare_trees(here, there),
             *_values(_texts(here, there), _texts(there, here)),
-            *_contents(names, here, there, total, progress),
+            *_compare_values(names, here, there, total, progress),
         ]
     return dataclasses.replace(
         report,
@@ -153,7 +153,7 @@ def _unreadable(blocks: Sequence[_ArrayBox], source: _Source) -> list[Finding]:
     return []
 
 
-def _contents(
+def _compare_values(
     names: Sequence[str], here: _Source, there: _Source, total: int, progress: OnProgress
 ) -> Iterator[str]:
     places: dict[str, list[str]] = {}
@@ -202,7 +202,7 @@ def _kind(array: SourceArray) -> str:
     return f"{array.dtype.name} {list(array.shape)}"
 
 
-def _structure(here: _Source, there: _Source) -> Iterator[str]:
+def _compare_trees(here: _Source, there: _Source) -> Iterator[str]:
     for name in sorted(there.arrays.keys() - here.arrays.keys() - _scalars(there, here)):
         yield f"'{name}' is in the other checkpoint alone"
     for name in sorted(here.arrays.keys() - there.arrays.keys() - _scalars(here, there)):

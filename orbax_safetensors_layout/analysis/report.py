@@ -34,7 +34,7 @@ class Report:
 
     Attributes:
         path: The checkpoint.
-        findings: All of them. The text tells the first of those that differ in numbers only.
+        findings: All of them. The text gives the first of those that differ in numbers only.
         files: Files whose headers were read; none of a checkpoint of Orbax.
         tensors: Tensors, or pieces of such, in them.
         digested_files: Files whose contents were compared with their checksums.

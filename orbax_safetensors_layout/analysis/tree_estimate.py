@@ -100,7 +100,7 @@ def mesh_of(abstract: Any) -> dict[str, int] | None:
 def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[_Leaf], Any]:
     """Return the leaves, and the tree with a sharding at each."""
     abstract_mesh = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
-    pairs, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     leaves = []
     for path, leaf in pairs:
         name = unboxed_name(path) or dotted_name(path)
@@ -125,7 +125,7 @@ def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[
         parts = PartitionSpec(*(names or None for names in spec))  # type: ignore[no-untyped-call]
         struct = _struct(shape, leaf.dtype, sharding=NamedSharding(abstract_mesh, parts))
         leaves.append(_Leaf(name, struct, spec, placed))
-    return leaves, jax.tree.unflatten(structure, [leaf.struct for leaf in leaves])
+    return leaves, jax.tree.unflatten(treedef, [leaf.struct for leaf in leaves])
 
 
 def _add_leaf_costs(worst: dict[str, LeafCost], plan: ReadPlan, specs: dict[str, Spec]) -> None:

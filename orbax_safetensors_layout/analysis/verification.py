@@ -92,20 +92,20 @@ def verify(
     options = given_or_default(options, ReadOptions)
     if against is None and not (mapping is None and subtree is None):
         raise ValueError("mapping= and subtree= say what is compared: give against=, too.")
-    location = resolve_checkpoint(path)
+    ref = resolve_checkpoint(path)
     with progress_callback(options.progress) as progress:
-        report = Report(location.path, ())
-        if not location.is_orbax:
-            report = _check_files(location.path, digests, progress)
+        report = Report(ref.path, ())
+        if not ref.is_orbax:
+            report = _check_files(ref.path, digests, progress)
             if against is None or not report.ok:
                 return report
         from . import compare
 
         if against is None:
-            return compare.check_readable(location, options, progress)
+            return compare.check_readable(ref, options, progress)
         return compare.compare(
             report,
-            location,
+            ref,
             resolve_checkpoint(against),
             mapping=mapping,
             subtree=subtree,
@@ -117,14 +117,14 @@ def verify(
 def _check_files(path: str, digests: bool, progress: OnProgress) -> Report:
     storage, place = open_storage(path)
     with storage:
-        structure = StructureCheck(storage, place)
-        structure.check()
-        digested = structure.check_digests(progress) if digests else 0
+        check = StructureCheck(storage, place)
+        check.check()
+        digested = check.check_digests(progress) if digests else 0
     return Report(
         place,
-        structure.all_findings(),
-        files=len(structure.headers),
-        tensors=sum(len(header.tensors) for header in structure.headers.values()),
+        check.all_findings(),
+        files=len(check.headers),
+        tensors=sum(len(header.tensors) for header in check.headers.values()),
         digested_files=digested,
     )
 

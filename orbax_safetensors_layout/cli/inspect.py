@@ -45,9 +45,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace, output: Output) -> int:
-    location = resolve_checkpoint(parsed.path)
-    list_content = inspect_orbax if location.is_orbax else inspect
-    report = list_content(location.path, only=parsed.filter)
+    ref = resolve_checkpoint(parsed.path)
+    list_content = inspect_orbax if ref.is_orbax else inspect
+    report = list_content(ref.path, only=parsed.filter)
     if parsed.sort:
         report = report._replace(tensors=tuple(sorted(report.tensors, key=_SORT_KEYS[parsed.sort])))
     if parsed.json:

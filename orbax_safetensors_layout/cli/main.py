@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         text = " ".join(str(error).split())
         if not (text and isinstance(error, _EXPECTED)):
-            text = f"{type(error).__name__}: {text} (--debug tells where)"
+            text = f"{type(error).__name__}: {text} (--debug shows where)"
         output.error(text)
         if isinstance(error, SafetensorsLayoutError):
             return _MISUSE if isinstance(error, InvalidArgumentError) else _FINDING

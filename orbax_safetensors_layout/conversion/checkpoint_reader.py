@@ -142,7 +142,7 @@ class CheckpointReader(Protocol):
     verifying: VerifyingReader | None  # what it reads with, if its files have checksums
 
     def identity(self) -> str:
-        """A digest of all that tells this checkpoint from another that was at the same path."""
+        """A digest that distinguishes this checkpoint from others that were at the same path."""
 
     def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays | None:
         """Arrays of which regions can be read as stored; None where whole chunks are read."""

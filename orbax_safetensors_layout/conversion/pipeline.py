@@ -77,7 +77,7 @@ class Conversion:
     block_bytes: int
     _: dataclasses.KW_ONLY
     restart: bool  # drops what an interrupted run has done
-    arguments: object  # tells this from others of the same source and target, by `repr`
+    arguments: object  # distinguishes this from others of the same source and target, by `repr`
     reopen: Callable[[str], CheckpointReader]  # opens what was written, to compare it
     is_replaced: Callable[[str], bool]  # whether a name in `folder` goes with what is replaced
 
@@ -207,8 +207,8 @@ class Conversion:
                     for batch in region_batches(group.regions, self.block_bytes)
                 )
                 digests = _digests(blocks, report)
-                recorded = done[group.number].digests
-                compared = zip(group.regions, digests, recorded, strict=True)
+                known = done[group.number].digests
+                compared = zip(group.regions, digests, known, strict=True)
                 differing += [region.leaf.name for region, new, old in compared if new != old]
         problem = "what was written differs from the source"
         errors = [MismatchError(problem, tensor=name) for name in dict.fromkeys(differing)]

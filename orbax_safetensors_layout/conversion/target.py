@@ -63,7 +63,7 @@ class Target(Protocol):
         """Return what is written of an array at once; together all of it."""
 
     def describe(self) -> object:
-        """All that tells this target from another of the same leaves, to be compared by `repr`."""
+        """Return all that other targets of the same leaves differ in, compared by `repr`."""
 
     def open(self, folder: str, process: int) -> None:
         """Begins, or continues, to write in the conversion's folder, which all processes share."""

@@ -194,8 +194,8 @@ def _captures(
     if not patterns and not names:
         yield {}
     elif not patterns:
-        text = f"the checkpoint does not tell which leaves {rule.target!r} has: {rule.expr!r} takes"
-        problems.append(Problem(f"{text} no tensor", hint="Give the model's leaves."))
+        text = f"the checkpoint does not name the leaves of {rule.target!r}: {rule.expr!r}"
+        problems.append(Problem(f"{text} takes no tensor", hint="Give the model's leaves."))
     bindings = [
         {
             tuple((n, match[n]) for n in names if n in match): None

@@ -227,7 +227,7 @@ class InverseMapping:
         """Return each tensor as an expression over leaves; tied leaves are left out.
 
         A tensor's dtype is the result of the inverse operations on its leaves: that of the leaf
-        where the mapping has no cast. `checkpoint` tells the tensors' names and shapes; None takes
+        where the mapping has no cast. `checkpoint` gives the tensors' names and shapes; None takes
         those of `Mapping.like`, or infers them from the leaves.
         """
         own = TensorSpecs.of(leaves)

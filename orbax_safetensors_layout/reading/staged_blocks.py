@@ -42,7 +42,7 @@ class Scratch(threading.local):
         return self._memory
 
     def rows(self, rows: StagedRows) -> list[Buffer]:
-        """Rows from the begin of the memory that was taken last; made once for equal blocks."""
+        """Rows from the beginning of the memory that was taken last; made once for equal blocks."""
         if self._rows[0] != rows:
             assert self._memory is not None
             self._rows = (rows, rows.buffers(self._memory.data, 0))
@@ -138,16 +138,16 @@ class Cut(NamedTuple):
     staging_bytes: int  # what they take in the staging buffer
 
     @classmethod
-    def of(cls, read: RegionPlan, ranges: Sequence[tuple[int, int]], spread: int) -> Cut:
+    def of(cls, read: RegionPlan, ranges: Sequence[tuple[int, int]], added_bytes: int) -> Cut:
         """The cut of a block, from its half-open range of each axis.
 
-        Requests are longer by `spread` bytes, for regions that interlace.
+        Requests are longer by `added_bytes` bytes, for regions that interlace.
         """
         axes, blocking = read.axes, read.blocking
         counts = [high - low for low, high in ranges]
         first, row = blocking.request, blocking.row
         reach = [(n - 1) * axis.source for n, axis in zip(counts, axes, strict=True)]
-        last_bytes = sum(reach[row:]) + read.itemsize + spread
+        last_bytes = sum(reach[row:]) + read.itemsize + added_bytes
         row_bytes = axes[row - 1].source if row > first else last_bytes
         rows = StagedRows(
             math.prod(counts[first:row]), row_bytes, last_bytes, row_bytes + blocking.pad_bytes
@@ -164,11 +164,11 @@ class Cut(NamedTuple):
         )
 
     @classmethod
-    def whole(cls, read: RegionPlan, spread: int) -> Cut:
-        """All of a region of one request, as it is in the file; `spread` as for `of`."""
+    def whole(cls, read: RegionPlan, added_bytes: int) -> Cut:
+        """All of a region of one request, as it is in the file; `added_bytes` as for `of`."""
         ranges = [(0, axis.extent) for axis in read.axes]
         copies = _copies(read, ranges, [axis.source for axis in read.axes])
-        length = read.requests.run_bytes + spread
+        length = read.requests.run_bytes + added_bytes
         rows = StagedRows(1, length, length, length)
         return cls(StridedRuns(0, length, ()), rows, tuple(copies), length)
 
@@ -179,7 +179,7 @@ class Block(NamedTuple):
     cut: Cut  # its shape
     start: int  # its first byte in the file
     slices: Sequence[BufferSlice]  # its regions
-    moved: int = 0  # bytes of memory from the begin of a region to that of the block
+    moved: int = 0  # bytes of memory from the beginning of a region to that of the block
 
     def buffers(self, staging: Bytes, scratch: Scratch) -> Iterator[tuple[int, list[Buffer]]]:
         """Each request: where it begins in the file, and where it goes in the staging buffer."""

@@ -1,7 +1,7 @@
 """Processes that save or load together: each waits for all, and all fail with the first cause.
 
 They exchange messages through the key-value store of `jax.distributed`, never through collectives
-on devices, so a save in the background cannot block a running training step. Heartbeats tell of a
+on devices, so a save in the background cannot block a running training step. Heartbeats reveal a
 process that was killed: `jax.distributed` notices after 100 s
 (`initialize(heartbeat_timeout_seconds=...)`), and then ends all processes.
 """

@@ -154,7 +154,7 @@ class Storage(RangeReader, Protocol):
     ) -> NewFolder:
         """Return how a save appears at the folder `target`, or with `overwrite` replaces it.
 
-        `rank` tells which names in it belong to a checkpoint; only a save uses those in `scratch`.
+        `rank` says which names in it belong to a checkpoint; only a save uses those in `scratch`.
         """
         self._raise_error(target)
 

@@ -59,7 +59,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class CachedStorage(Storage):
     """A storage for reading that takes from a folder what it can, and keeps there what it fetches.
 
-    What a file is, and which version, the storage tells: nothing comes from the folder before that.
+    The storage determines what a file is, and its version, before anything comes from the folder.
     """
 
     def __init__(self, storage: Storage, folder: CacheFolder) -> None:
@@ -77,7 +77,7 @@ class CachedStorage(Storage):
         if content is None or offset + total > self._storage.size(file):
             if total and content is None and not self._has_warned:
                 self._has_warned = True
-                problem = "%s is not cached: the server tells no strong ETag of it"
+                problem = "%s is not cached: the server gives no strong ETag of it"
                 logging.warning(problem, redact_urls(file))
             self._storage.read_into(file, offset, buffers, shared=shared)
             return

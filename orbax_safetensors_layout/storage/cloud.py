@@ -41,7 +41,7 @@ _LARGEST_QUICK_COPY_BYTES = 256 << 20  # 5 s at that speed
 
 
 class Seen(NamedTuple):
-    """An object as it was when it was first looked at, by what the store tells of it."""
+    """An object as it was when it was first looked at, by what the store reports of it."""
 
     size: int
     tag: str | None  # ETag
@@ -56,7 +56,7 @@ class Seen(NamedTuple):
         return cls(meta["size"], tag, meta["version"], meta["last_modified"])
 
     def is_same(self, other: Seen | None) -> bool:
-        """Whether two looks saw one object, by all that both tell."""
+        """Whether two looks saw one object, by all that both report."""
         if other is None or self.size != other.size:
             return False
         if self.tag and other.tag and self.tag != other.tag:
@@ -215,7 +215,7 @@ class CloudStorage(Storage):
         pass  # it is there as soon as something is in it
 
     def look_again(self, file: str) -> None:
-        """Pins an object as it is now, with the time that a head tells; listings' may differ."""
+        """Pins an object as it is now, with the time of a head request; listings' may differ."""
         self._forget(file)
         self._look(file)
 

@@ -58,7 +58,7 @@ _SERVICES = {
 
 
 def open_client(scheme: str, bucket: str, policy: RetryPolicy, *, retrying: bool) -> Client:
-    """Return a client of a bucket; a `StorageError` tells that the environment is wrong.
+    """Return a client of a bucket; a `StorageError` where the environment is wrong.
 
     Credentials and endpoints are those that obstore finds (in variables, metadata services and
     Google's files), and besides those of `~/.aws` and `STORAGE_EMULATOR_HOST`. `retrying` is for
@@ -156,12 +156,12 @@ def classify(error: Exception) -> Failure | None:
     """Return the meaning of a client's error; None for any other error."""
     if not isinstance(error, exceptions.BaseError | OSError | ValueError):
         return None
-    text, told = describe(error), str(error)
-    status = _STATUS.search(told)
+    text, full_text = describe(error), str(error)
+    status = _STATUS.search(full_text)
     passing = not isinstance(error, _LASTING)
     if status:
         passing = passing and is_transient_status(int(status[1]))
-    if _METADATA_HOST in told:
+    if _METADATA_HOST in full_text:
         passing = passing and status is not None
         text = f"no credentials in the environment, and {text}"
     return Failure(text, transient=passing)

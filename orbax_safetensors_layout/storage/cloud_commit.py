@@ -1,7 +1,7 @@
 """Commits saves to folders of an object store, which cannot rename anything.
 
 Every object appears complete or not at all, but several do not appear together: their order makes
-sure that no part of a save passes for a checkpoint. docs/storage.md tells what a crash leaves.
+sure that no part of a save passes for a checkpoint. docs/storage.md says what a crash leaves.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class CloudFileWriter:
         self._part = np.empty(0, np.uint8)
         self._filled = 0
         self._finished = False
-        # What writers and the uploading thread tell each other, one part at a time.
+        # State that writers and the uploading thread share, one part at a time.
         self._changed = threading.Condition()
         self._ready: np.ndarray | None = None
         self._is_last = False

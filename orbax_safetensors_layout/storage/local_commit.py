@@ -55,7 +55,7 @@ class Claim:
     """The right to replace a folder, held by a lock file beside it; `claimed` gives it.
 
     The lock goes with its holder, but the file stays when the holder is killed. Its note of the
-    finished folder tells whoever comes next whether that took the place, and what is to be removed.
+    finished folder shows whoever comes next whether that took the place, and what is to be removed.
     """
 
     def __init__(self, folder: str, fd: int) -> None:
@@ -63,7 +63,7 @@ class Claim:
         self._fd = fd
         self._note = Note.read(fd, folder)
 
-    def settle(self) -> None:
+    def finish_former(self) -> None:
         """Puts back, or removes, what a holder that was killed left beside the folder."""
         with storage_errors("cannot put in order what a crash left", self._folder):
             aside = aside_folder(self._folder)
@@ -188,7 +188,7 @@ def claimed(folder: str) -> Iterator[Claim]:
         fd = _locked(path)
     claim = Claim(folder, fd)
     try:
-        claim.settle()
+        claim.finish_former()
         yield claim
     finally:
         claim.release()

@@ -1,7 +1,7 @@
 """Files of a server that are read by ranges: what `hf://` and `https://` paths have in common.
 
 No file is fetched whole. What a kind of server is like, `_place`,
-`is_file` and `list` tell.
+`is_file` and `list` say.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,19})-(\d{1,19})/(\d{1,19})\s*", r
 _EMPTY_RANGE = re.compile(r"\s*bytes\s+\*/0\s*")
 _PROGRESS_BYTES = 1 * MIB  # a body that breaks after so much is not a failed attempt
 _SMALL_BUFFER_BYTES = 64 * KIB
-_MOST_TOLD = 200  # characters of what a server says
+_MOST_QUOTED = 200  # characters of what a server says
 
 
 class AccessDenied(StorageError):
@@ -49,7 +49,7 @@ class Place(NamedTuple):
     hint: Callable[[str | None], str]  # from the `X-Error-Code` of a 401 or 403
     size: int | None = None  # bytes
     digest: str | None = None  # the expected `X-Linked-Etag` of redirects that have one
-    is_verified: bool = False  # a redirect has told that it is the right content
+    is_verified: bool = False  # a redirect has confirmed that it is the right content
     identity: str = ""  # of the file, whoever asks: without credentials
     version: str | None = None  # of its content
 
@@ -223,12 +223,18 @@ class RemoteFile:
         except ValueError:
             raise Failure("a redirect without a location", transient=False) from None
         if (before.scheme, origin.scheme) == ("https", "http"):
-            cause = f"a redirect from https to unencrypted http at {self._told(origin.host)}"
+            cause = f"a redirect from https to unencrypted http at {self._quoted(origin.host)}"
             raise Failure(cause, transient=False)
-        told, known = answer.headers.get("X-Linked-Etag"), target.digest
-        if told is not None and known is not None and told.removeprefix("W/").strip('"') != known:
-            raise changed(self.name, f"content {self._told(known)}", f"content {self._told(told)}")
-        is_verified = target.is_verified or None not in (told, known)
+        digest, known = answer.headers.get("X-Linked-Etag"), target.digest
+        if (
+            digest is not None
+            and known is not None
+            and digest.removeprefix("W/").strip('"') != known
+        ):
+            raise changed(
+                self.name, f"content {self._quoted(known)}", f"content {self._quoted(digest)}"
+            )
+        is_verified = target.is_verified or None not in (digest, known)
         headers = target.headers if origin == before else {}
         return target._replace(url=url, headers=headers, is_verified=is_verified)
 
@@ -244,7 +250,7 @@ class RemoteFile:
             in_range = first == start and start <= last < min(stop, total)
             if not in_range or answer.length not in (None, length):
                 size = "unknown length" if answer.length is None else f"{answer.length} bytes"
-                cause = f"Content-Range {self._told(text)!r} and a body of {size}"
+                cause = f"Content-Range {self._quoted(text)!r} and a body of {size}"
                 raise Failure(f"{cause} from {self._host(target)} for bytes [{start}, {stop})")
         elif status == 200 and is_plain and start == 0 and answer.length in range(stop + 1):
             length = total = answer.length or 0  # a server without ranges; all of a small file
@@ -276,23 +282,23 @@ class RemoteFile:
         if (version, total) != (expected, self.size):
             raise changed(
                 self.name,
-                f"{self.size} bytes, version {self._told(expected)}",
-                f"{total} bytes, version {self._told(version)}",
+                f"{self.size} bytes, version {self._quoted(expected)}",
+                f"{total} bytes, version {self._quoted(version)}",
             )
 
     def _host(self, target: Place) -> str:
-        return self._told(Origin.of(target.url).host)
+        return self._quoted(Origin.of(target.url).host)
 
-    def _told(self, text: str) -> str:
+    def _quoted(self, text: str) -> str:
         """Returns a server's words as errors may show them: short, without what was sent to it."""
         text = self._connections.sent.redact(text)
-        return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."
+        return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."
 
     def _refusal(self, target: Place, answer: Answer, start: int, stop: int) -> Exception:
         status = answer.status
         cause = f"status {status} from {self._host(target)}"
-        if told := answer.headers.get("X-Error-Message"):
-            cause += f": {self._told(told)}"
+        if message := answer.headers.get("X-Error-Message"):
+            cause += f": {self._quoted(message)}"
         if status in (401, 403):
             hint = target.hint(answer.headers.get("X-Error-Code"))
             return AccessDenied("access denied", file=self.name, found=cause, hint=hint)

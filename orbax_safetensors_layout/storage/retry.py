@@ -39,9 +39,9 @@ class Failure(Exception):
 class Retrier:
     """Runs requests of one storage by one policy. Safe to use from many threads.
 
-    `classify` tells what an error means; None for one that has nothing to do with the request.
-    `redact` takes the secrets out of what a failed attempt tells. The clock in seconds and pauses
-    (which tell whether `interrupt` ended them) are arguments for tests.
+    `classify` says what an error means; None for one that has nothing to do with the request.
+    `redact` takes the secrets out of the text of a failed attempt. The clock in seconds and pauses
+    (which return whether `interrupt` ended them) are arguments for tests.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Retrier:
     def run(self, call: Callable[[], T], doing: str, url: str) -> T:
         """Returns the result of `call`, tried until it succeeds or another attempt is useless.
 
-        This package's own errors are passed on. The `StorageError` for others tells what was being
+        This package's own errors are passed on. The `StorageError` for others says what was being
         done (as "reading bytes [0, 8)"), the attempts and the last cause.
         """
         begun = self._clock()
@@ -153,7 +153,7 @@ def retry_after_seconds(header: str | None) -> float | None:
 
 
 def http_date(text: str | None) -> datetime.datetime | None:
-    """Returns the moment that a header tells (RFC 9110, 5.6.7); None if it tells none."""
+    """Returns the moment that a header gives (RFC 9110, 5.6.7); None if it gives none."""
     try:
         date = email.utils.parsedate_to_datetime(text or "")
         # A date in the first or last possible year may be out of range in another zone.

@@ -187,7 +187,9 @@ def test_a_fused_leaf():
     names = [tensor(name) for name in tensors]
     check_both_ways([rule("qkv", concat(names, 0).transpose())], tensors, infer=False)
     check_both_ways([rule("qkv", concat(names, 0, sizes=[8, None, 4]).transpose())], tensors)
-    with pytest.raises(MappingError, match="does not tell how long its parts are along axis 0"):
+    with pytest.raises(
+        MappingError, match="does not determine how long its parts are along axis 0"
+    ):
         Mapping([rule("qkv", concat(names, 0))]).inverse().bind({"qkv": ((16, 6), F32)})
 
 
@@ -399,8 +401,8 @@ def test_shapes_that_leaves_do_not_tell():
     assert str(caught.value) == (
         "The mapping cannot save: 2 problems.\n"
         "  - no rule makes leaf 'zz'.\n"
-        "  - leaf 'a': tensor('x').reshape(4, 6): reshape(4, 6) does not tell the shape that it is"
-        " given. Write it with rearrange, whose pattern does, or save through mapping.like(path),"
+        "  - leaf 'a': tensor('x').reshape(4, 6): reshape(4, 6) does not determine the input"
+        " shape. Write it with rearrange, whose pattern does, or save through mapping.like(path),"
         " with a checkpoint that has the names and shapes."
     )
     with pytest.raises(

@@ -259,7 +259,7 @@ def test_fills_alone():
     rules = [rule("scale", fill((2,), 1, "float32"))]
     assert list(Mapping(rules).leaf_facts({})) == ["scale"]
     rules = [rule("{i}.scale", fill((2,), 1, "float32"))]
-    with pytest.raises(MappingError, match=r"does not tell which leaves '{i}.scale' has"):
+    with pytest.raises(MappingError, match=r"does not name the leaves of '{i}.scale'"):
         Mapping(rules).leaf_facts({})
     assert list(Mapping(rules).bind({}, {"7.scale": (2,)}).expressions) == ["7.scale"]
 

@@ -40,9 +40,9 @@ def reader(tensors):
     return read
 
 
-def evaluate(bound: BoundExpr, tensors, box: Box | None = None, *, refined: bool = False):
+def evaluate(bound: BoundExpr, tensors, box: Box | None = None, *, factored: bool = False):
     box = Box.whole(bound.shape) if box is None else box
-    pieces = bound.pull_back(box, refined=refined)
+    pieces = bound.pull_back(box, factored=factored)
     return assemble_box(pieces, box, bound.dtype, reader(tensors))
 
 

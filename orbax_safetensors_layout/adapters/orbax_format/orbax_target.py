@@ -151,11 +151,11 @@ class OrbaxTarget:
         return [LeafRegion(leaf, box) for box in boxes]
 
     def describe(self) -> object:
-        leaves, structure = jax.tree.flatten(self._tree)
+        leaves, treedef = jax.tree.flatten(self._tree)
         values = [leaf for leaf in leaves if not isinstance(leaf, TargetArray)]
         shards = sorted(self._shards.items())
         flags = (self._use_ocdbt, *self._zarr_options.values())
-        return flags, self._item, self._custom, shards, str(structure), values
+        return flags, self._item, self._custom, shards, str(treedef), values
 
     def open(self, folder: str, process: int) -> None:
         self._written, self._process = os.path.join(folder, _WRITTEN), process

@@ -112,7 +112,7 @@ class WholeTensor(BoundExpr):
             self.stored.pull(window, ops, sink)
             return
         box = window.box
-        view, ranks = refined_view(window, _strides(self.shape))
+        view, ranks = factored_view(window, _strides(self.shape))
         if sink.factored or len(view.shape) == len(ranks):
             sink.pieces.append(AffinePiece(box, self.name, view, ops))
         else:
@@ -149,7 +149,7 @@ class Valued(Unary):
         self.operand.pull(window, (self.op, *ops), sink)
 
 
-def refined_view(window: Window, strides: Sequence[int]) -> tuple[AffineView, tuple[int, ...]]:
+def factored_view(window: Window, strides: Sequence[int]) -> tuple[AffineView, tuple[int, ...]]:
     """Return a window's view of a row-major array, and the number of factors of each axis."""
     offset = sum(map(operator.mul, window.start, strides))
     factors: list[list[tuple[int, int]]] = [[] for _ in window.origin]

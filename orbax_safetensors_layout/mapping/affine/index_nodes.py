@@ -19,7 +19,7 @@ import numpy as np
 from orbax_safetensors_layout.geometry import StridedRuns, row_major_strides
 
 from ..expr.values import ValueOp
-from .bound import BoundExpr, Sink, Unary, refined_view
+from .bound import BoundExpr, Sink, Unary, factored_view
 from .leaf_pieces import AffinePiece, DecodedPiece, Decoder, Piece, gathered, merged
 from .window import Window, divide, put, split
 
@@ -323,7 +323,7 @@ class Decoded(BoundExpr):
             window, operands = _without_gaps(window, operands, axis)
         region = self.decoder.widen(window.bounds)
         start = tuple(map(operator.sub, window.start, region.start))
-        view, _ = refined_view(window._replace(start=start), row_major_strides(region.shape))
+        view, _ = factored_view(window._replace(start=start), row_major_strides(region.shape))
         inputs = tuple(zip(operands, self.decoder.needs(region), strict=True))
         sink.pieces.append(DecodedPiece(window.box, inputs, self.decoder, region, view, ops))
 

@@ -28,7 +28,7 @@ class AffinePiece(NamedTuple):
     permuted, have gaps, be negative or, for repeated elements, 0. `view.shape` is `box.shape`;
     where factored pieces were asked for, some axes are taken apart.
 
-    `gather`, if gathers were asked for, tells where each index of one axis is. `view` is then one
+    `gather`, if gathers were asked for, is where each index of one axis is. `view` is then one
     such slab, to whose offset that of each is added; other pieces may fill gaps of `box`.
     """
 

@@ -137,7 +137,7 @@ class Concat(Expr):
         sizes = list(self.sizes or [None] * len(self.operands))
         if sizes.count(None) > 1 or not shape[axis].exact:
             raise MappingError(
-                f"{self!r} does not tell how long its parts are along axis {axis}",
+                f"{self!r} does not determine how long its parts are along axis {axis}",
                 hint=f"Give concat(..., sizes=[...]), or {LIKE}.",
             )
         rest = shape[axis].n - sum(size or 0 for size in sizes)

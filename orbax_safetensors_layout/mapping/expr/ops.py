@@ -120,7 +120,7 @@ class Reshape:
 
     def operand_extents(self, result: Extents) -> Extents:
         raise MappingError(
-            f"{self} does not tell the shape that it is given",
+            f"{self} does not determine the input shape",
             hint=f"Write it with rearrange, whose pattern does, or {LIKE}.",
         )
 

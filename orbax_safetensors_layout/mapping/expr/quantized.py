@@ -110,7 +110,7 @@ def _pairs(values: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockScale(_Scaled):
-    """Values as they are; `integers` tells whether they may be int8."""
+    """Values as they are; with `integers` they may be int8."""
 
     integers: bool = True
     call = "dequantize_block({}, block={block}, dtype={dtype!r})"

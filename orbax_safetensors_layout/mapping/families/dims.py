@@ -57,7 +57,7 @@ _TIED_BY_EITHER = """
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 # Several times the largest published models: 126 layers; 94 layers of 512 experts. Rules are made
-# of each layer, and a message may tell what lacks of each expert.
+# of each layer, and a message may list what each expert lacks.
 _MOST_LAYERS = 1024
 _MOST_EXPERTS = 1 << 17  # of all layers together
 

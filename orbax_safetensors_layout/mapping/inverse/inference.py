@@ -1,6 +1,6 @@
 """The shapes of a checkpoint's tensors, inferred from the leaves that are saved by `Expr.infer`.
 
-Leaves may tell only a lower bound of an extent; `InferredTensor.join` joins what all of them tell.
+Leaves may give only a lower bound of an extent; `InferredTensor.join` joins all of these.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def quotient(extent: Extent, known: Extent) -> Extent | None:
 
 
 class InferredTensor(NamedTuple):
-    """A tensor as far as leaves tell; its dtype is that of the first leaf with elements of it."""
+    """A tensor as far as leaves give it; its dtype is that of the first leaf with its elements."""
 
     shape: tuple[Extent, ...]
     dtype: np.dtype[Any]
