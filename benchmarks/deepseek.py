@@ -106,18 +106,18 @@ def _write_sparse(path: Path, tensors: list[Tensor]) -> None:
         file.truncate(8 + len(text) + start)
 
 
-def deepseek_tensors() -> Iterator[Tensor]:
-    """Every tensor of the published checkpoint's index."""
+def deepseek_tensors(layers: int = _LAYERS, experts: int = _EXPERTS) -> Iterator[Tensor]:
+    """Every tensor of the published checkpoint's index, or of one of fewer layers or experts."""
     yield Tensor("model.embed_tokens.weight", (_VOCABULARY, _HIDDEN), "BF16")
-    for layer in range(_LAYERS + 1):
-        yield from _layer(layer)
+    for layer in range(layers + 1):
+        yield from _layer(layer, experts, last=layer == layers)
     yield Tensor("model.norm.weight", (_HIDDEN,), "BF16")
     yield Tensor("lm_head.weight", (_VOCABULARY, _HIDDEN), "BF16")
 
 
-def _layer(layer: int) -> Iterator[Tensor]:
+def _layer(layer: int, experts: int, *, last: bool) -> Iterator[Tensor]:
     prefix = f"model.layers.{layer}."
-    if layer == _LAYERS:
+    if last:
         yield Tensor(prefix + "embed_tokens.weight", (_VOCABULARY, _HIDDEN), "BF16")
         yield Tensor(prefix + "enorm.weight", (_HIDDEN,), "BF16")
         yield Tensor(prefix + "hnorm.weight", (_HIDDEN,), "BF16")
@@ -128,10 +128,10 @@ def _layer(layer: int) -> Iterator[Tensor]:
     if layer < _DENSE_LAYERS:
         yield from _gated(prefix + "mlp.", _DENSE_INTER)
     else:
-        for expert in range(_EXPERTS):
+        for expert in range(experts):
             yield from _gated(f"{prefix}mlp.experts.{expert}.", _EXPERT_INTER)
-        yield Tensor(prefix + "mlp.gate.weight", (_EXPERTS, _HIDDEN), "BF16")
-        yield Tensor(prefix + "mlp.gate.e_score_correction_bias", (_EXPERTS,), "F32")
+        yield Tensor(prefix + "mlp.gate.weight", (experts, _HIDDEN), "BF16")
+        yield Tensor(prefix + "mlp.gate.e_score_correction_bias", (experts,), "F32")
         yield from _gated(prefix + "mlp.shared_experts.", _EXPERT_INTER)
     yield Tensor(prefix + "input_layernorm.weight", (_HIDDEN,), "BF16")
     yield Tensor(prefix + "post_attention_layernorm.weight", (_HIDDEN,), "BF16")

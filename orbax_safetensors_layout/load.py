@@ -270,12 +270,15 @@ def _plan(
         profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
         memory_budget_bytes=options.memory_budget_bytes,
         adopt=adopts(tree.parsed),
-        joins_gaps=options.replicated != "read_once",
         mmap=options.mmap,
     )
     plans = [
         dataclasses.replace(
-            reader.plan(step.reads), exchanged_bytes=step.received_bytes(shards.process_index)
+            # Between what is exchanged lies what others read.
+            reader.plan(
+                step.reads, joins_gaps=not step.stage and options.replicated != "read_once"
+            ),
+            exchanged_bytes=step.received_bytes(shards.process_index),
         )
         for step in steps
     ]
@@ -314,7 +317,8 @@ def _read(
     tree, leaves, steps, plans, reader = planned
     values = LeafBuilder(leaves)
     exchange = ReplicaExchange(leaves, values, group)
-    group.barrier(PLANNING, agree=fingerprint_of(steps, leaves))
+    agreed = fingerprint_of(steps, leaves, options, reader.storage.kind)
+    group.barrier(PLANNING, agree=agreed)
     check = functools.partial(group.check, LOADING)
     done = []
     with progress_callback(options.progress) as progress:

@@ -29,6 +29,7 @@ class StorageProfile:
     staging_bytes: int  # the largest one through a buffer; of local reads, what a cache holds
     concurrency: int  # requests in flight at once
     cached_concurrency: int | None = None  # the same for files in the host's page cache
+    modelled_concurrency: int | None = None  # the same in cost models, see `streams`
     least_request_bytes: int = 1 * MIB  # long ranges are split no further
     shared_bytes_per_second: float = 25e9  # of all hosts together
 
@@ -36,6 +37,11 @@ class StorageProfile:
     def max_gap_bytes(self) -> int:
         """The largest gap that is cheaper to read than to skip."""
         return int(self.latency_seconds * self.bandwidth_bytes_per_second)
+
+    @property
+    def streams(self) -> int:
+        """Requests in flight at once by the cost model, the same on hosts of any CPUs."""
+        return self.modelled_concurrency or self.concurrency
 
     def balanced_request_bytes(self, total_bytes: int) -> int:
         """Return the length of requests that costs least time, where streams limit a load.
@@ -71,6 +77,8 @@ _WEB = StorageProfile(
     concurrency=32,
 )
 
+_LEAST_LOCAL = 8
+
 # 2.4 GiB/s: one cold virtio disk; a page-cached file is five times faster. Copies out of the page
 # cache need a thread a core, disks some requests in flight: of what O_DIRECT alone reaches, 4
 # reached 0.85, 8 0.92 (a virtio disk of 3.4 GiB/s).
@@ -80,7 +88,8 @@ _LOCAL = StorageProfile(
     request_bytes=8 * MIB,
     least_request_bytes=8 * MIB,
     staging_bytes=2 * MIB,
-    concurrency=min(32, max(8, 2 * (os.cpu_count() or 1))),
+    concurrency=min(32, max(_LEAST_LOCAL, 2 * (os.cpu_count() or 1))),
+    modelled_concurrency=_LEAST_LOCAL,
     cached_concurrency=min(32, max(2, os.cpu_count() or 1)),
 )
 
@@ -266,6 +275,7 @@ class ReadOptions(_CheckedOptions):
             ),
             concurrency=self.concurrency or base.concurrency,
             cached_concurrency=self.concurrency or base.cached_concurrency,
+            modelled_concurrency=self.concurrency or base.modelled_concurrency,
         )
         request_bytes = self.request_bytes
         if request_bytes is None:  # a small budget does not make ever smaller requests

@@ -24,6 +24,7 @@ from orbax_safetensors_layout.options import (
 from orbax_safetensors_layout.plan import (
     ClusterPlan,
     ClusterTensor,
+    Cost,
     Exchange,
     HostRate,
     LeafCost,
@@ -69,6 +70,8 @@ class ClusterEstimate(PlannedShares):
     misfits: tuple[Misfit, ...]
     saves: str | None = None  # layout of the files of a save
     is_orbax: bool = False  # whether Orbax reads it, in chunks of its own format
+    # Of a load of the same leaves in layout `sharded`, where this one reads or exchanges more.
+    sharded_costs: tuple[Cost, ...] = ()
 
     @property
     def unused_rules(self) -> list[ShardingRule]:
@@ -78,10 +81,12 @@ class ClusterEstimate(PlannedShares):
     def is_complete(self) -> bool:
         return len(self.processes) == self.mesh.processes
 
-    def seconds(self) -> list[float]:
-        mean_bytes = sum(cost.read_bytes for cost in self.costs) / len(self.costs)
+    def seconds(self, costs: Sequence[Cost] = ()) -> list[float]:
+        """Return the time of each process, by default of the load itself."""
+        costs = costs or self.costs
+        mean_bytes = sum(cost.read_bytes for cost in costs) / len(costs)
         of_all = mean_bytes * self.mesh.processes / self.rate.shared_bytes_per_second
-        return [max(of_all, self.rate.seconds(cost)) for cost in self.costs]
+        return [max(of_all, self.rate.seconds(cost)) for cost in costs]
 
     def costliest(self, count: int) -> list[LeafCost]:
         """Return the leaves that cost most beyond their bytes, the worst first."""
@@ -99,8 +104,9 @@ def estimate(
     abstract: Any = None,
     options: ReadOptions | None = None,
     host_bandwidth: float | None = None,
+    most_processes: int = 16,
 ) -> ClusterEstimate:
-    """Estimates the cost of all tensors to each process, or of a tree to some of them.
+    """Estimates the cost of all tensors to each process, or of a tree to `most_processes`.
 
     What Orbax saved in its own format is planned as Orbax reads it. `rules` shard tensors, and
     leaves without a sharding; for `host_bandwidth` see `HostRate.of`.
@@ -124,7 +130,7 @@ def estimate(
             else:
                 from .tree_estimate import plan_tree
 
-                shares = plan_tree(catalog, mesh, rules, mapping, abstract, options)
+                shares = plan_tree(catalog, mesh, rules, mapping, abstract, options, most_processes)
     return ClusterEstimate(
         **vars(shares),
         path=place,
@@ -139,6 +145,7 @@ def estimate(
         rules=_rule_uses(rules, shares.placed),
         misfits=tuple(placing.misfit for placing in shares.placed if placing.misfit),
         is_orbax=ref.is_orbax,
+        sharded_costs=_sharded_costs(shares, mesh, profile, kind, options),
     )
 
 
@@ -147,7 +154,44 @@ def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstima
     if load.cluster is None:
         raise ValueError("a save is planned for whole tensors, without a mapping or abstract tree")
     costs = plan_cluster_writes(load.cluster.leaves, load.mesh, options)
-    return dataclasses.replace(load, costs=costs, leaf_costs=(), cluster=None, saves=options.layout)
+    return dataclasses.replace(
+        load,
+        costs=costs,
+        leaf_costs=(),
+        cluster=None,
+        saves=options.layout,
+        sharded_costs=(),
+    )
+
+
+def _sharded_costs(
+    shares: PlannedShares, mesh: MeshShape, profile: StorageProfile, kind: str, options: ReadOptions
+) -> tuple[Cost, ...]:
+    """Return the costs of a load from shards of the mesh; none where nothing is to be saved."""
+    total = sum(shares.costs, Cost())
+    is_over = total.read_bytes > total.needed_bytes or total.exchanged_bytes
+    if not shares.leaves or not is_over:
+        return ()
+    leaves = [leaf.in_shards(mesh) for leaf in shares.leaves]
+    gapless = dataclasses.replace(profile, latency_seconds=0.0)  # each process has files of its own
+    plan = _plan_cluster(leaves, mesh, gapless, kind, options)
+    return tuple(map(plan.cost, shares.processes))
+
+
+def _plan_cluster(
+    leaves: Sequence[ClusterTensor],
+    mesh: MeshShape,
+    profile: StorageProfile,
+    kind: str,
+    options: ReadOptions,
+) -> ClusterPlan:
+    return plan_cluster(
+        leaves,
+        mesh,
+        profile=profile,
+        memory_budget_bytes=options.memory_budget_bytes,
+        exchange=None if options.replicated == "each" else Exchange.of(options, kind, ""),
+    )
 
 
 def _plan_tensors(
@@ -164,13 +208,8 @@ def _plan_tensors(
     quantization = find_quantization(entries, read_configuration(path)[0])
     special = {} if quantization is None else quantization.parameters
     parameters = {name: special.get(name, math.prod(e.shape)) for name, e in entries.items()}
-    cluster = plan_cluster(
-        [ClusterTensor(e, p.spec) for e, p in zip(entries.values(), placed, strict=True)],
-        mesh,
-        profile=profile,
-        memory_budget_bytes=options.memory_budget_bytes,
-        exchange=None if options.replicated == "each" else Exchange.of(options, kind, ""),
-    )
+    leaves = [ClusterTensor(e, p.spec) for e, p in zip(entries.values(), placed, strict=True)]
+    cluster = _plan_cluster(leaves, mesh, profile, kind, options)
     numbers = zip(entries, cluster.class_of, strict=True)
     return PlannedShares(
         parameters=sum(parameters.values()),
@@ -179,6 +218,7 @@ def _plan_tensors(
         process_parameters=_process_parameters(cluster, parameters),
         leaf_costs=_leaf_costs(cluster),
         shards=tuple((name, cluster.classes[number].shard_bytes) for name, number in numbers),
+        leaves=cluster.leaves,
         placed=tuple(placed),
         cluster=cluster,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +12,18 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MismatchError
+from orbax_safetensors_layout.format import TensorEntry, dtype_from_numpy
 from orbax_safetensors_layout.load import plan_catalog
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan import Cost, LeafCost, PlannedShares, ReadPlan, array_sources
+from orbax_safetensors_layout.plan import (
+    ClusterTensor,
+    Cost,
+    LeafCost,
+    PlannedShares,
+    ReadPlan,
+    array_sources,
+)
 from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.sharding import (
@@ -28,7 +36,7 @@ from orbax_safetensors_layout.sharding import (
     spec_of,
 )
 
-_MOST_PROCESSES, _LEAST_PROCESSES = 16, 4
+_LEAST_PROCESSES = 4
 _MOST_LEAVES = 1 << 18  # of all processes that are planned: a second for each 10,000
 
 _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
@@ -55,6 +63,7 @@ def plan_tree(
     mapping: Mapping | None,
     abstract: Any,
     options: ReadOptions,
+    most_processes: int,
 ) -> PlannedShares:
     """Plans the shares of some processes; `rules` shard leaves without a sharding."""
     if abstract is None:
@@ -64,7 +73,7 @@ def plan_tree(
         }
     leaves, tree = _placed(abstract, ShardingRules(rules, mesh), mesh)
     by_leaves = max(_LEAST_PROCESSES, _MOST_LEAVES // max(1, len(leaves)))
-    count = min(mesh.processes, _MOST_PROCESSES, by_leaves)
+    count = min(mesh.processes, most_processes, by_leaves)
     processes = tuple(number * mesh.processes // count for number in range(count))
     costs: list[Cost] = []
     held: list[int] = []
@@ -84,6 +93,7 @@ def plan_tree(
         process_parameters=tuple(held),
         leaf_costs=tuple(worst.values()),
         shards=tuple((leaf.name, leaf.shard_bytes(mesh)) for leaf in leaves),
+        leaves=tuple(_as_tensors(leaves)),
         placed=tuple(leaf.placed for leaf in leaves if leaf.placed is not None),
     )
 
@@ -126,6 +136,16 @@ def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[
         struct = _struct(shape, leaf.dtype, sharding=NamedSharding(abstract_mesh, parts))
         leaves.append(_Leaf(name, struct, spec, placed))
     return leaves, jax.tree.unflatten(treedef, [leaf.struct for leaf in leaves])
+
+
+def _as_tensors(leaves: Sequence[_Leaf]) -> Iterator[ClusterTensor]:
+    """Yields the leaves as if each were a tensor of one file."""
+    start = 0
+    for name, struct, spec, _ in leaves:
+        dtype = dtype_from_numpy(np.dtype(struct.dtype))
+        stop = start + -(-math.prod(struct.shape) * dtype.bits // 8)
+        yield ClusterTensor(TensorEntry(name, dtype, tuple(struct.shape), "", start, stop), spec)
+        start = stop
 
 
 def _add_leaf_costs(worst: dict[str, LeafCost], plan: ReadPlan, specs: dict[str, Spec]) -> None:

@@ -41,12 +41,14 @@ _SAVE: tuple[Figure, ...] = (
     ("files written", lambda cost: cost.files, count_text),
 )
 _MOST_RULES = 8
+_LEAST_SAVED = 0.05  # share of the time that is worth a conversion
 
 
 def estimate_text(estimate: ClusterEstimate, top: int) -> str:
     """Format an estimate as a page that names the `top` costliest tensors."""
     head, rules, figures = _head(estimate), _rules(estimate), _table(estimate)
-    parts = (head, rules, _misfits(estimate, top), figures, _costly(estimate, top))
+    saving = _sharded_saving(estimate)
+    parts = (head, rules, _misfits(estimate, top), figures, saving, _costly(estimate, top))
     return "\n\n".join(filter(None, parts))
 
 
@@ -83,7 +85,7 @@ def _head(estimate: ClusterEstimate) -> str:
         f" {number_text(len(estimate.shards), 'tensor')} to {doing}",
         f"cluster  mesh {axes}: {number_text(mesh.devices, 'device')} on {hosts}",
         f"storage  {estimate.storage}: {seconds_text(profile.latency_seconds)} a request,"
-        f" {profile.concurrency} at once; {size_text(profile.bandwidth_bytes_per_second)}/s a"
+        f" {profile.streams} at once; {size_text(profile.bandwidth_bytes_per_second)}/s a"
         f" stream, {size_text(estimate.rate.bytes_per_second)}/s a host,"
         f" {size_text(estimate.rate.shared_bytes_per_second)}/s all hosts",
     ]
@@ -139,6 +141,22 @@ def _table(estimate: ClusterEstimate) -> str:
         table(["", "least of a host", "most of a host", "all hosts"], rows)
         + f"\n\ndevice memory  {size_text(estimate.device_bytes)} a device;"
         f" largest shard {size_text(nbytes)}, of {name}"
+    )
+
+
+def _sharded_saving(estimate: ClusterEstimate) -> str:
+    """Format what a conversion to shards of the mesh would save, if it saves time."""
+    then = estimate.sharded_costs
+    saved = max(estimate.seconds()) - max(estimate.seconds(then))
+    if not then or saved < _LEAST_SAVED * max(estimate.seconds()):
+        return ""
+    read, exchanged = (
+        _sum(estimate, [of(cost) for cost in then], size_text)
+        for of in (lambda cost: cost.read_bytes, _exchanged)
+    )
+    return (
+        f"stored in shards of this mesh (convert --format sharded --mesh ...): {read} read,"
+        f" {exchanged} exchanged, {seconds_text(saved)} less"
     )
 
 
@@ -228,9 +246,11 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
             "class": estimate.storage,
             "latency_seconds": estimate.profile.latency_seconds,
             "bandwidth_bytes_per_second": estimate.profile.bandwidth_bytes_per_second,
-            "concurrency": estimate.profile.concurrency,
+            "concurrency": estimate.profile.streams,
             "host_bytes_per_second": estimate.rate.bytes_per_second,
+            "all_hosts_bytes_per_second": estimate.rate.shared_bytes_per_second,
         },
+        "exchange": exchange_profile()._asdict(),
         "parameters": estimate.parameters,
         "checkpoint_bytes": estimate.checkpoint_bytes,
         "checkpoint_files": estimate.checkpoint_files,
@@ -254,10 +274,34 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
         "total": _cost_document(sum(estimate.costs, Cost())),
         "complete": estimate.is_complete,
         "estimated_seconds": max(times),
+        "estimated": _estimated(estimate),
+        "sharded": _sharded_document(estimate),
         "costliest": [
             {**leaf._asdict(), "excess_seconds": estimate.rate.excess_seconds(leaf)}
             for leaf in estimate.costliest(top)
         ],
+    }
+
+
+def _estimated(estimate: ClusterEstimate) -> list[str]:
+    """Return the names of figures that are estimates: more of them where hosts exchange tensors."""
+    exchanged = any(map(_exchanged, estimate.costs))
+    return ["estimated_seconds", *["requests", "files", "peak_host_bytes"] * exchanged]
+
+
+def _sharded_document(estimate: ClusterEstimate) -> dict[str, object] | None:
+    """Return the cost of the same load from shards of the mesh, if it reads or exchanges less."""
+    costs = estimate.sharded_costs
+    if not costs:
+        return None
+    saved = max(estimate.seconds()) - max(estimate.seconds(costs))
+    total, then = sum(estimate.costs, Cost()), sum(costs, Cost())
+    return {
+        **_cost_document(then),
+        "estimated_seconds": max(estimate.seconds(costs)),
+        "saved_read_bytes": total.read_bytes - then.read_bytes,
+        "saved_exchanged_bytes": total.exchanged_bytes - then.exchanged_bytes,
+        "saved_seconds": saved,
     }
 
 

@@ -74,6 +74,10 @@ class StoredSource(NamedTuple):
         return self.entry.nbytes
 
     @property
+    def stored_bytes(self) -> int:
+        return self.entry.nbytes
+
+    @property
     def file(self) -> str | None:
         return self.entry.file
 
@@ -81,9 +85,14 @@ class StoredSource(NamedTuple):
     def place(self) -> tuple[str, int]:
         return self.entry.file, self.entry.start
 
-    def strides(self, box: Box) -> tuple[int, ...] | None:
+    def strides(self, box: Box) -> tuple[int, ...]:
         """Return bytes from one element to the next along each dimension of a box."""
-        return _in_bytes(row_major_strides(self.shape), self.entry.dtype.bits)
+        bits = self.entry.dtype.bits
+        return tuple(-(-stride * bits // 8) for stride in row_major_strides(self.shape))
+
+    def joint_axes(self, box: Box, strides: Sequence[int]) -> tuple[int, ...]:
+        """Return the dimensions of a box that are read as a whole, whatever part is needed."""
+        return ()
 
     def plan(
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
@@ -112,6 +121,13 @@ class MappedSource(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes that it takes in the files: at most all of its tensors, and their elements."""
+        entries = [self.entries[name] for name in self.bound.sources()]
+        elements = math.prod(self.shape) * entries[0].dtype.bits // 8
+        return min(elements, sum(entry.nbytes for entry in entries))
+
+    @property
     def file(self) -> str | None:
         """The file of the first tensor that it takes."""
         sources = self.bound.sources()
@@ -124,18 +140,43 @@ class MappedSource(NamedTuple):
         return min((self.entries[name].file, self.entries[name].start) for name in sources)
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
-        """Return strides, infinite between pieces; None where nothing is read, or always all."""
-        pieces = self.bound.pull_back(box, factored=True, gathers=True)
+        """Return strides, as far apart as the ends of a box are in the files, a step of each axis.
+
+        They are infinite between tensors; None where nothing is read, or always all.
+        """
+        corner = Box(box.start, tuple(start + 1 for start in box.start))
+        pieces = self.bound.pull_back(corner, factored=True)
         if any(isinstance(p, DecodedPiece) and isinstance(p.decoder, Whole) for p in pieces):
             return None
-        for piece in pieces:
-            if isinstance(piece, AffinePiece) and not _is_factored([piece]):
-                strides = _in_bytes(piece.view.strides, self.entries[piece.source].dtype.bits)
-                extents = zip(strides, piece.box.shape, box.shape, strict=True)
-                return tuple(stride if n == all_n else sys.maxsize for stride, n, all_n in extents)
-        if not self.bound.sources():
-            return None
-        return _in_bytes(row_major_strides(self.shape), 8 * self.dtype.itemsize)
+        first = next(affine_pieces(pieces), None)
+        if first is None:  # it begins with a fill
+            itemsize, strides = self.dtype.itemsize, row_major_strides(self.shape)
+            return tuple(n * itemsize for n in strides) if self.bound.sources() else None
+        bits = self.entries[first.source].dtype.bits
+        found = []
+        for axis, (low, high, length) in enumerate(zip(*box, self.shape, strict=True)):
+            steps = max(high - low - 1, min(1, length - 1))  # to its end, or its neighbour
+            start = min(low, length - 1 - steps)
+            distance = self._distance(box.along(axis, start, start + steps + 1), axis)
+            far = math.isinf(distance)
+            found.append(sys.maxsize if far else -(-int(distance) * bits // (8 * max(1, steps))))
+        return tuple(found)
+
+    def joint_axes(self, box: Box, strides: Sequence[int]) -> tuple[int, ...]:
+        """Return the dimensions of a box that are read as a whole, whatever part is needed.
+
+        Of heads that are decoded, one element of each takes the rows of all elements.
+        """
+        for axis, stride in enumerate(strides):
+            if stride == sys.maxsize:
+                box = box.along(axis, box.start[axis], box.start[axis] + 1)
+        whole = self._taken_bytes(box)
+        single = (box.along(axis, n, n + 1) for axis, n in enumerate(box.start))
+        return tuple(
+            axis
+            for axis, slab in enumerate(single)
+            if box.shape[axis] > 1 and 4 * self._taken_bytes(slab) > 3 * whole
+        )
 
     def plan(
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
@@ -167,15 +208,17 @@ class MappedSource(NamedTuple):
         if whole or box.size * self.dtype.itemsize <= most_bytes // 4:
             yield box
             return
-        taken = sum(
-            math.prod(piece.view.shape) * self.entries[piece.source].dtype.bits // 8
-            for piece in affine_pieces(self.bound.pull_back(box, factored=True))
-        )
-        most = box.size * most_bytes // max(taken, box.size * self.dtype.itemsize)
+        nbytes = max(self._taken_bytes(box), box.size * self.dtype.itemsize)
+        most = box.size * most_bytes // nbytes
         distances = [self._distance(box, axis) for axis in range(len(box.start))]
         axes = sorted(range(len(distances)), key=distances.__getitem__, reverse=True)
         for slab in Tile.alone(box).slabs(max(1, most), axes=axes):
             yield slab.box
+
+    def _taken_bytes(self, box: Box) -> int:
+        pieces = affine_pieces(self.bound.pull_back(box, factored=True))
+        bits = sum(math.prod(p.view.shape) * self.entries[p.source].dtype.bits for p in pieces)
+        return bits // 8
 
     def _distance(self, box: Box, axis: int) -> float:
         """Return how far apart in the files the ends of an axis of a box are."""
@@ -303,7 +346,3 @@ class _StoredEntries(dict[str, TensorEntry]):
         ((_, entry),) = self._catalog.locate({name: (box,)})[name]
         entry = self[place] = entry._replace(dtype=self[name].dtype)
         return entry
-
-
-def _in_bytes(strides: Sequence[int], bits: int) -> tuple[int, ...]:
-    return tuple(-(-abs(stride) * bits // 8) for stride in strides)

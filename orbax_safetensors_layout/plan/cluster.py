@@ -41,6 +41,15 @@ class ClusterTensor(NamedTuple):
     entry: TensorEntry
     spec: Spec
 
+    def in_shards(self, mesh: MeshShape) -> ClusterTensor:
+        """Return the tensor as layout `sharded` stores it: all of a shard in one place."""
+        entry, spec = self
+        if entry.dtype.packed:
+            return self
+        ways = tuple(map(mesh.ways, spec))
+        shard = (n // parts for n, parts in zip(entry.shape, ways, strict=False))
+        return ClusterTensor(entry._replace(shape=(*ways, *shard, *entry.shape[len(ways) :])), spec)
+
 
 class ClassRequest(NamedTuple):
     """A request that some processes make for each tensor of a class."""
@@ -110,6 +119,7 @@ class PlannedShares:
     shards: tuple[tuple[str, int], ...]  # each leaf, and the bytes of one device's shard
     placed: tuple[Placed, ...]  # leaves that rules shard
     cluster: ClusterPlan | None = None  # where all processes were planned at once
+    leaves: tuple[ClusterTensor, ...] = ()  # as tensors, where `sharded` could store them
 
 
 def plan_cluster(

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_safetensors_layout.format import TensorEntry
-from orbax_safetensors_layout.geometry import Ints, row_major_strides
+from orbax_safetensors_layout.geometry import Ints
 from orbax_safetensors_layout.sharding import Replicas
 
+from .array_source import StoredSource
 from .cost import Cost
 from .exchange_rounds import Exchange, plan_exchange
 from .shared_leaves import SharedLeaves
@@ -32,10 +33,10 @@ def plan_cluster_exchange(
     for number, (entry, of_class) in enumerate(zip(entries, class_of, strict=True)):
         if 0 in entry.shape:
             continue
-        bits = entry.dtype.bits
-        strides = tuple(-(-n * bits // 8) for n in row_major_strides(entry.shape))
-        place = entry.file, entry.start
-        leaves.add(number, replicas[of_class], entry.shape, strides, entry.dtype.numpy, place)
+        source, of_leaf = StoredSource(entry), replicas[of_class]
+        strides = source.strides(of_leaf.boxes[0])
+        fields = source.shape, strides, source.dtype, source.place
+        leaves.add(number, of_leaf, *fields, stored_bytes=source.nbytes)
     stages = plan_exchange(leaves, exchange.limits, exchange.rates)
     items = [item for stage in stages for step in stage for lane in step.lanes for item in lane]
     box_bytes = {leaf: entries[leaf].nbytes // len(boxes) for leaf, boxes, _ in items}

@@ -87,9 +87,9 @@ class HostRate(NamedTuple):
         """Return the rate of a storage class, by default a guess: local streams share a disk."""
         if bytes_per_second is None:
             stream = profile.bandwidth_bytes_per_second
-            many = min(stream * profile.concurrency, _NETWORK_BYTES_PER_SECOND)
+            many = min(stream * profile.streams, _NETWORK_BYTES_PER_SECOND)
             bytes_per_second = stream if kind == "local" else many
-        request_seconds = profile.latency_seconds / profile.concurrency
+        request_seconds = profile.latency_seconds / profile.streams
         return cls(request_seconds, bytes_per_second, profile.shared_bytes_per_second)
 
     def seconds(self, cost: Cost) -> float:

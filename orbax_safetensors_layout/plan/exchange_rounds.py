@@ -39,7 +39,10 @@ _SMALL_BYTES = 1 << 20  # smaller boxes are packed together: one round takes man
 _MOST_LANES = 64  # arrays that one program makes
 _MANY_ROUNDS = 8  # of which one may leave most processes without work
 _MOST_IDLE = 1.1  # columns that a split may need for the work of one
+_MOST_PADDED = 4  # times the bytes of a large leaf that devices may gather
 _MOST_PROGRAMS = 2  # of the rounds of one group
+_MOST_SLOWER = 0.02  # of the time, for bytes that storage need not send again
+_LEAST_SAVED = 0.002  # of the bytes, for which a load may be slower
 _ROUNDS_IN_BUDGET = 8
 _STAGES_IN_BUDGET = 4
 
@@ -56,10 +59,17 @@ class SharedLeaf(NamedTuple):
     cut_axes: tuple[int, ...] = ()  # the dimensions along which several boxes are merged
     # Leaves with equal values in the same places, for each of which these are exchanged again.
     tied: tuple[int, ...] = ()
+    joint_axes: tuple[int, ...] = ()  # dimensions of which any part is read with all
     # Where gaps between its rows are too long to read through: the share of a box that a process
     # reads by itself, and the requests that it takes.
     share: float = 1.0
     requests: int = 0
+    stored: float = 1.0  # bytes in the files for each of its values'
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes of a box in the files."""
+        return self.box_bytes * self.stored
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -177,26 +187,63 @@ class ExchangeLimits(NamedTuple):
         return cls(round_bytes, stage_bytes, profile.max_gap_bytes)
 
 
+_Group = tuple[Sequence[SharedLeaf], Sequence[Round]]
+"""Leaves on one grid, and the rounds of their exchange."""
+
+
+class _Comparison(NamedTuple):
+    """The costs of leaves on one grid, to all processes, read by each alone or once."""
+
+    alone_seconds: float
+    once_seconds: float
+    alone_bytes: float
+    once_bytes: float
+
+    @property
+    def loss_seconds(self) -> float:
+        """Time that an exchange takes more."""
+        return self.once_seconds - self.alone_seconds
+
+    @property
+    def saved_bytes(self) -> float:
+        return self.alone_bytes - self.once_bytes
+
+
 class ExchangeRates(NamedTuple):
     """The rates by which reading alone is compared with an exchange; the same on all processes."""
 
     storage: HostRate
     exchange: ExchangeProfile
 
-    def saves(self, leaves: Sequence[SharedLeaf], rounds: Sequence[Round]) -> bool:
-        """Whether an exchange of leaves on one grid takes less time than reading each alone."""
+    def chosen(self, groups: Sequence[_Group]) -> list[_Group]:
+        """Return the groups whose exchange takes less time than reading, or hardly more."""
+        costs = [self._compare(*group) for group in groups]
+        slack = _MOST_SLOWER * sum(min(cost.alone_seconds, cost.once_seconds) for cost in costs)
+        least = _LEAST_SAVED * sum(cost.once_bytes for cost in costs)
+        kept = []
+        for number in sorted(range(len(groups)), key=lambda number: costs[number].loss_seconds):
+            cost = costs[number]
+            if cost.loss_seconds < 0 or (cost.loss_seconds <= slack and cost.saved_bytes > least):
+                kept.append(number)
+                slack -= max(0.0, cost.loss_seconds)
+        return [groups[number] for number in sorted(kept)]
+
+    def _compare(self, leaves: Sequence[SharedLeaf], rounds: Sequence[Round]) -> _Comparison:
         grid = rounds[0].grid
         holders = [set(row) for row in grid.processes]  # of each box
         boxes = max(collections.Counter(itertools.chain.from_iterable(holders)).values())
-        nbytes = sum(leaf.box_bytes for leaf in leaves)
+        nbytes = sum(leaf.stored_bytes for leaf in leaves)
         share = grid.most_slots / grid.columns
-        once = self.storage.read_seconds(nbytes * share, nbytes * len(holders))
-        each = sum(leaf.box_bytes * leaf.share for leaf in leaves)
-        alone = self.storage.read_seconds(each * boxes, each * sum(map(len, holders)))
+        once_bytes = nbytes * len(holders)
+        once = self.storage.read_seconds(nbytes * share, once_bytes)
+        each = sum(leaf.stored_bytes * leaf.share for leaf in leaves)
+        alone_bytes = each * sum(map(len, holders))
+        alone = self.storage.read_seconds(each * boxes, alone_bytes)
         alone += self.storage.request_seconds * boxes * sum(leaf.requests for leaf in leaves)
         gathered = sum(step.gathered_bytes for step in rounds) * grid.most_slots
         programs = min(len(rounds), _MOST_PROGRAMS)
-        return alone > once + self.exchange.seconds(gathered, len(rounds), programs)
+        once += self.exchange.seconds(gathered, len(rounds), programs)
+        return _Comparison(alone, once, alone_bytes, once_bytes)
 
 
 class Exchange(NamedTuple):
@@ -220,7 +267,8 @@ def plan_exchange(
 ) -> list[Stage]:
     """Plan the reads and exchanges of leaves (of tied ones the first); equal on all processes.
 
-    With `rates` of those alone whose exchange takes less time than reading them where they go.
+    With `rates` of those alone whose exchange takes less time than reading them where they go, or
+    with all of these little more.
     """
     leaves = [*leaves]
     tied = {leaf.number: leaf.tied for leaf in leaves if leaf.tied}
@@ -238,12 +286,13 @@ def plan_exchange(
             small.setdefault(number, []).append(leaf)
         else:
             rank = rank_of(leaf.strides)
-            key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, rank, leaf.cut_axes)
+            axes = rank, leaf.cut_axes, leaf.joint_axes
+            key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, axes)
             large.setdefault(key, []).append(leaf)
-    planned = [(group, [*_whole(group, limits)]) for group in large.values()]
+    planned: list[_Group] = [(group, [*_whole(group, limits)]) for group in large.values()]
     planned += [(group, [*_packed(group, limits)]) for group in small.values()]
     if rates is not None:
-        planned = [(group, rounds) for group, rounds in planned if rates.saves(group, rounds)]
+        planned = rates.chosen(planned)
     rounds = [step for _, of_group in planned for step in of_group]
     # Rounds that share their reads are in one stage.
     repeated = (_repeated(step, tied) for step in rounds)
@@ -306,13 +355,18 @@ def _split_axis(leaf: SharedLeaf, parts: int, limits: ExchangeLimits) -> int:
 
     whole = [axis for axis in rank_of(leaf.strides) if axis not in leaf.cut_axes]
     axes = [axis for axis in whole if leaf.shape[axis] > 1] or whole
+    axes = [axis for axis in axes if axis not in leaf.joint_axes] or axes
     outermost = axes[0]
     for axis in axes:
         if idle(axis) <= _MOST_IDLE and (axis == outermost or gap_bytes(axis) > limits.gap_bytes):
             return axis
-    if idle(outermost) * leaf.gathered_bytes <= limits.round_bytes:
-        return outermost
-    return min(axes, key=idle)
+    most = max(limits.round_bytes / leaf.gathered_bytes, _MOST_PADDED)
+
+    def waste(axis: int) -> tuple[bool, float]:
+        is_near = axis != outermost and gap_bytes(axis) <= limits.gap_bytes
+        return idle(axis) > most, idle(axis) * (parts if is_near else 1)  # each would read it all
+
+    return min(axes, key=waste)
 
 
 def rank_of(strides: Sequence[int]) -> tuple[int, ...]:

@@ -52,10 +52,15 @@ class SharedLeaves:
         dtype: np.dtype,
         place: tuple[str, int],
         *,
+        stored_bytes: int,
         in_device_memory: bool = True,
         tied: tuple[int, ...] = (),
+        joint_axes: tuple[int, ...] = (),
     ) -> None:
-        """Adds a leaf, if several processes need the same of it; the fields of `SharedLeaf`."""
+        """Adds a leaf of `stored_bytes`, if several processes need the same of it.
+
+        The others are fields of `SharedLeaf`.
+        """
         is_direct = in_device_memory and stays_on_devices(dtype)
         key = (id(replicas), shape, strides, dtype.itemsize, is_direct)
         if key not in self._merged:
@@ -64,8 +69,9 @@ class SharedLeaves:
         _, merged = self._merged[key]
         if merged is not None:
             boxes, cut_axes, share, requests = merged
-            fields = number, boxes, dtype, is_direct, place, strides, cut_axes, tied
-            self._leaves.append(SharedLeaf(*fields, share, requests))
+            fields = number, boxes, dtype, is_direct, place, strides, cut_axes, tied, joint_axes
+            stored = stored_bytes / (math.prod(shape) * dtype.itemsize)
+            self._leaves.append(SharedLeaf(*fields, share, requests, stored))
 
     def _merge(
         self,
@@ -79,13 +85,20 @@ class SharedLeaves:
         short = self._exchange.limits.gap_bytes
         by_cost = self._exchange.rates is not None and not is_shared
         box = replicas.boxes[0].shape
-        for gap_bytes in [short, sys.maxsize][: self._merges + (self._merges and by_cost)]:
-            axes = _cut_axes(box, shape, strides, gap_bytes)
+        gaps = _gap_bytes(box, shape, strides)
+        # A process reads what its devices need between them.
+        own = _gap_bytes(_held_shape(replicas), shape, strides)
+        near = (axis for axis, gap in gaps.items() if own.get(axis, gap) <= short)
+        considered = [tuple(near)]
+        if by_cost:
+            least = min((gap for gap in own.values() if gap > short), default=0)
+            considered.append(tuple(axis for axis, gap in own.items() if gap <= least))
+        for number, axes in enumerate(considered if self._merges else []):
             merged = _merge_boxes(replicas, shape, axes) if axes else None
             if merged is None or not merged.grid.parts_processes:
                 continue
             alone: tuple[float, int] = (1.0, 0)
-            if gap_bytes > short:
+            if number:
                 inner = min(strides[axis] for axis in axes)
                 outer = [n for n, stride in zip(box, strides, strict=True) if stride > inner]
                 alone = merged.grid.own_share, math.prod(outer)
@@ -131,15 +144,22 @@ def _merge_boxes(replicas: Replicas, shape: Sequence[int], axes: Sequence[int]) 
     return Replicas(tuple(boxes), ReplicaGrid(in_turn(old.devices), in_turn(old.processes), cuts))
 
 
-def _cut_axes(
-    box: Sequence[int], shape: Sequence[int], strides: Sequence[int], gap_bytes: int
-) -> tuple[int, ...]:
-    """Return the split dimensions along which a box has short gaps with the values of others."""
-    axes = []
+def _held_shape(replicas: Replicas) -> tuple[int, ...]:
+    """Return how many indices of each dimension the boxes of a process have."""
+    process = replicas.grid.processes[0][0]
+    rows = zip(replicas.boxes, replicas.grid.processes, strict=True)
+    own = [box for box, processes in rows if process in processes]
+    starts = zip(*(box.start for box in own), strict=True)
+    return tuple(len({*of_axis}) * n for of_axis, n in zip(starts, own[0].shape, strict=True))
+
+
+def _gap_bytes(box: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> dict[int, int]:
+    """Return the split dimensions along which a box has gaps with values of others: their bytes."""
+    gaps = {}
     rank = rank_of(strides)
     for at, axis in enumerate(rank):
         repeats = any(box[outer] > 1 for outer in rank[:at])
         gap = strides[axis] * (shape[axis] - box[axis])
-        if repeats and 0 < gap <= gap_bytes:
-            axes.append(axis)
-    return tuple(axes)
+        if repeats and 0 < gap < sys.maxsize:
+            gaps[axis] = gap
+    return gaps

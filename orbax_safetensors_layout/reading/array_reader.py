@@ -46,20 +46,21 @@ class ArrayReader:
     adopt: bool = False  # whether the values keep the memory that they are read into
     # Whether to read region by region, as far as the budget makes it sensible.
     in_order: bool = False
-    # Whether bytes between two regions may be read; not where another process reads them.
-    joins_gaps: bool = True
     check_values: bool = True  # refuse bytes that encode no value; not where bits are compared
     mmap: bool = False  # take mapped pages of local files where these are aligned
 
-    def plan(self, reads: RegionReads) -> ReadPlan:
-        """Plans the requests of some reads; raises where the pieces of an array do not make it."""
+    def plan(self, reads: RegionReads, *, joins_gaps: bool = True) -> ReadPlan:
+        """Plans the requests of some reads; raises where the pieces of an array do not make it.
+
+        `joins_gaps` says whether bytes between two regions may be read, as nobody else reads them.
+        """
         return plan_reads(
             reads.reads,
             profile=self.profile,
             memory_budget_bytes=self.memory_budget_bytes,
             adopt=self.adopt,
             in_order=self.in_order,
-            joins_gaps=self.joins_gaps,
+            joins_gaps=joins_gaps,
         )
 
     def run(

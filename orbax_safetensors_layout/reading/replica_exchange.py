@@ -161,8 +161,10 @@ def _stages(
             strides,
             dtype,
             source.place,
+            stored_bytes=source.stored_bytes,
             in_device_memory=isinstance(placement, Sharding) and _is_default_memory(placement),
             tied=tuple(other.number for other in others),
+            joint_axes=source.joint_axes(replicas.boxes[0], strides),
         )
     return plan_exchange(shared, *exchange)
 
@@ -183,7 +185,12 @@ def _is_default_memory(sharding: Sharding) -> bool:
     return bool(sharding.memory_kind == device.default_memory().kind)
 
 
-def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]) -> Fingerprint:
+def fingerprint_of(
+    steps: Sequence[ExchangeStep],
+    leaves: Sequence[ResolvedLeaf],
+    options: ReadOptions,
+    storage: str,
+) -> Fingerprint:
     """Return what must be the same on all processes before anything is exchanged."""
     digest = hashlib.sha256()
     numbers: dict[int, int] = {}
@@ -204,10 +211,21 @@ def fingerprint_of(steps: Sequence[ExchangeStep], leaves: Sequence[ResolvedLeaf]
             for lane in lanes:
                 add([(leaves[n].region.name, number(boxes), offset) for n, boxes, offset in lane])
         nbytes += sum(round_.gathered_bytes for round_ in step.stage)
+    profile = options.profile(storage)
+    assumptions = {
+        "replicated": repr(options.replicated),
+        "memory_budget_bytes": f"{options.memory_budget_bytes:,}",
+        "storage": storage,
+        "latency_seconds": f"{profile.latency_seconds:g}",
+        "bandwidth_bytes_per_second": f"{profile.bandwidth_bytes_per_second:g}",
+        "shared_bandwidth_bytes_per_second": f"{profile.shared_bytes_per_second:g}",
+        "concurrency": str(profile.streams),
+    }
     return Fingerprint(
         digest.hexdigest(),
         f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas, in {len(steps)} steps",
         "All processes must load the same tree from the same checkpoint, with the same options.",
+        [f"{name}={value}" for name, value in assumptions.items()],
     )
 
 

@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
 
@@ -98,6 +98,7 @@ class Fingerprint(NamedTuple):
     digest: str
     description: str  # of each process, for the error
     demand: str  # on all of them
+    assumptions: Sequence[str] = ()  # that the value follows from; the error has those that differ
 
 
 class _Statement(NamedTuple):
@@ -106,10 +107,10 @@ class _Statement(NamedTuple):
     process: int
     error: str | None = None
     follows: bool = False  # whether the error follows from that of another process
-    agree: Sequence[str] = ()  # its fingerprint
+    agree: Sequence[Any] = ()  # its fingerprint
 
     @classmethod
-    def of(cls, process: int, error: BaseException | None, agree: Sequence[str] = ()) -> Self:
+    def of(cls, process: int, error: BaseException | None, agree: Sequence[Any] = ()) -> Self:
         text = None if error is None else f"{type(error).__name__}: {error}"
         return cls(process, text, isinstance(error, PeerError), agree)
 
@@ -380,6 +381,14 @@ def _parse(text: str) -> _Statement | None:
     return None if parts is None else _Statement(*parts)
 
 
+def _possession(statement: _Statement, other: _Statement) -> str:
+    """Say what a process agrees to, with the assumptions that are not another's."""
+    _, description, _, assumptions = statement.agree
+    own = [assumption for assumption in assumptions if assumption not in other.agree[3]]
+    by = f" by {', '.join(own)}" if own else ""
+    return f"process {statement.process} has {description}{by}"
+
+
 def _first_failure(statements: Sequence[_Statement], *, follows: bool) -> _Statement | None:
     failures = (s for s in statements if s.error is not None and s.follows == follows)
     return min(failures, default=None)
@@ -390,9 +399,7 @@ def _disagreement(statements: Sequence[_Statement], purpose: str) -> _Statement 
     first, *others = sorted(statements)
     for other in others:
         if other.agree[:1] != first.agree[:1]:
-            text = (
-                f"it has something else to {purpose}: process {first.process} has"
-                f" {first.agree[1]}; process {other.process} has {other.agree[1]}. {first.agree[2]}"
-            )
+            has = f"{_possession(first, other)}; {_possession(other, first)}"
+            text = f"it has something else to {purpose}: {has}. {first.agree[2]}"
             return _Statement(other.process, text)
     return None

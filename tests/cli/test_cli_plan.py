@@ -305,6 +305,55 @@ def test_what_a_mapping_reads_too_much_is_told(tmp_path, capsys):
     assert "dimension 0" not in out
 
 
+@pytest.mark.parametrize("replicated", ["each", "read_once"])
+def test_what_shards_of_the_mesh_would_save(path, tmp_path, capsys, replicated):
+    """Against the plan of a load of shards that were saved."""
+    import jax
+    from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+
+    def spec(name):
+        return P() if "norm" in name else P(None, "x")
+
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
+    tree = {
+        name: jax.device_put(value, NamedSharding(mesh, spec(name)))
+        for name, value in llama_like().items()
+    }
+    osl.save(tmp_path / "shards", tree, options=osl.WriteOptions(layout="sharded"))
+    abstract = {
+        name: jax.ShapeDtypeStruct(
+            value.shape, value.dtype, sharding=NamedSharding(AbstractMesh((8,), ("x",)), spec(name))
+        )
+        for name, value in tree.items()
+    }
+    options = osl.ReadOptions(replicated=replicated, latency_seconds={"local": 0.0})
+    expected = sum(
+        osl.plan_load(
+            tmp_path / "shards", abstract, options=options, process_index=process, process_count=8
+        )
+        .cost()
+        .read_bytes
+        for process in range(8)
+    )
+    arguments = [
+        *(path, "--mesh", "x=8", "--hosts", "8", "--latency", "1ms", "--bandwidth", "1MB/s"),
+        *("--replicated", replicated, *specs(["'.*norm.*' = replicated", "'.*' = -,x"])),
+    ]
+    report = planned(capsys, *arguments)
+    sharded = report["sharded"]
+    assert sharded["read_bytes"] == expected
+    read, exchanged = (report["total"][f"{kind}_bytes"] for kind in ("read", "exchanged"))
+    assert sharded["saved_read_bytes"] == read - expected
+    assert sharded["saved_exchanged_bytes"] == exchanged - sharded["exchanged_bytes"]
+    assert (sharded["saved_read_bytes"] > 0) == (replicated == "each")
+    assert (sharded["saved_exchanged_bytes"] > 0) == (replicated == "read_once")
+    assert report["storage"]["all_hosts_bytes_per_second"] == 25e9
+    assert ("requests" in report["estimated"]) == (replicated == "read_once")
+    assert main(["plan", *map(str, arguments)]) == 0
+    text = "stored in shards of this mesh (convert --format sharded --mesh ...):"
+    assert text in capsys.readouterr().out
+
+
 def test_the_picture(path, tmp_path, capsys):
     target = tmp_path / "reads.png"
     arguments = ["plan", str(path), "--mesh", "x=8", "--hosts", "4", "--plot", str(target)]

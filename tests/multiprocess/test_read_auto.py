@@ -36,6 +36,24 @@ def test_what_is_cheap_is_read_by_each_and_what_is_dear_once(path, processes):
         assert read[label] == TOTAL, label
 
 
+def test_columns_of_mapped_tensors_are_read_once(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {
+        "q": rng.standard_normal((32, 48), np.float32),
+        "w": rng.integers(-99, 99, (64, 48), np.int8),
+        "scale": rng.standard_normal((8, 6), np.float32),
+    }
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    results = run(str(tmp_path / "model.safetensors"), "mapped", 2)
+    assert sum(results) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_hosts_with_other_cpus_decide_the_same(path):
+    read, concurrency = zip(*run(path, "cpus", 2), strict=True)
+    assert sum(read) == TOTAL
+    assert concurrency == (8, 32)
+
+
 def test_one_process_that_loads_for_itself_waits_for_no_other(path):
     results = run(path, "alone", 2)
     assert results == [[TOTAL, 2, TOTAL], None]
@@ -56,4 +74,6 @@ def test_a_process_that_does_not_come_is_named(path):
 def test_processes_that_decide_otherwise_are_told(path):
     for text, seconds in run(path, "different", 2):
         assert "PeerError: process 1 failed while planning the load: it has something else" in text
+        assert " by bandwidth_bytes_per_second=2.57698e+09;" in text
+        assert " by bandwidth_bytes_per_second=1000. " in text
         assert seconds < 60

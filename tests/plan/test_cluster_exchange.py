@@ -29,8 +29,8 @@ def cases(draw):
         spec = draw(st.sampled_from(SPECS))
         for copy in range(draw(st.integers(1, 3))):
             tensors[f"t{number}.{copy}"] = np.zeros(shape, dtype), spec
-    rate = draw(st.sampled_from([1e3, 1e7, 1e9, 1e12]))
-    return MeshShape(dict(zip(("fsdp", "tensor"), sizes, strict=True)), hosts), tensors, rate
+    costs = draw(st.sampled_from([1e-5, 0.1])), draw(st.sampled_from([1e3, 1e7, 1e9, 1e12]))
+    return MeshShape(dict(zip(("fsdp", "tensor"), sizes, strict=True)), hosts), tensors, costs
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,12 +38,12 @@ def cases(draw):
 def test_every_process_reads_and_exchanges_what_its_own_plan_says(
     tmp_path_factory, case, replicated
 ):
-    mesh, tensors, rate = case
+    mesh, tensors, (latency, rate) = case
     file = tmp_path_factory.mktemp("once") / "model.safetensors"
     safetensors.numpy.save_file({name: values for name, (values, _) in tensors.items()}, file)
     options = osl.ReadOptions(
         replicated=replicated,
-        latency_seconds={"local": 1e-5},
+        latency_seconds={"local": latency},
         bandwidth_bytes_per_second={"local": rate},
     )
     rules = parse_rules([f"'{name}' = {spec}" for name, (_, spec) in tensors.items()])

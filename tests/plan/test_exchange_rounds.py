@@ -143,7 +143,10 @@ def test_processes_that_read_in_other_steps_are_told_apart():
     ]
     assert len(plans[0]) < len(plans[1])
     step, other = (
-        fingerprint_of([ExchangeStep([], None, stage) for stage in plan], names) for plan in plans
+        fingerprint_of(
+            [ExchangeStep([], None, stage) for stage in plan], names, osl.ReadOptions(), "local"
+        )
+        for plan in plans
     )
     assert step.digest != other.digest
     assert step.description != other.description
