@@ -13,12 +13,11 @@ from typing import Any, Literal
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.adapters import (
-    OrbaxTarget,
+from orbax_safetensors_layout.adapters import OrbaxTarget, open_reader
+from orbax_safetensors_layout.catalog import (
     holds_checkpoint,
     is_orbax_checkpoint,
-    locate,
-    open_reader,
+    resolve_checkpoint,
 )
 from orbax_safetensors_layout.conversion import (
     Conversion,
@@ -156,7 +155,7 @@ def convert(
         group = stack.enter_context(save_group(target, options, "convert"))
         text = os.fsdecode(source)
         path = text if "://" in text else os.path.abspath(os.path.expanduser(text))
-        ref = locate(path, step=step, item=item)
+        ref = resolve_checkpoint(path, step=step, item=item)
         reading = ReadOptions(memory_budget_bytes=options.memory_budget_bytes)
         reader = open_reader(ref, dataclasses.replace(reading, verify=True))
         stack.callback(reader.close)
@@ -225,7 +224,7 @@ def convert(
                 block_bytes,
                 restart=restart,
                 arguments=(mapping_digest, inverts, subtree),
-                reopen=lambda path: open_reader(locate(path), reading),
+                reopen=lambda path: open_reader(resolve_checkpoint(path), reading),
                 is_replaced=lambda name: is_whole or appearance_rank(name) is not None,
             )
             check = functools.partial(_check_target, folder, kind, sidecar_files, overwrite)

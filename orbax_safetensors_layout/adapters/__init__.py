@@ -8,8 +8,7 @@ from orbax_safetensors_layout.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .layout import SafetensorsLayout, install, uninstall
-    from .orbax_format.locate import holds_checkpoint, is_orbax_checkpoint, locate, open_reader
-    from .orbax_format.orbax_reader import OrbaxReader
+    from .orbax_format.orbax_reader import OrbaxReader, open_reader
     from .orbax_format.orbax_target import OrbaxTarget
     from .registries import context, handler_registry
     from .settings import using
@@ -20,8 +19,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         ".layout": "SafetensorsLayout install uninstall",
-        ".orbax_format.locate": "holds_checkpoint is_orbax_checkpoint locate open_reader",
-        ".orbax_format.orbax_reader": "OrbaxReader",
+        ".orbax_format.orbax_reader": "OrbaxReader open_reader",
         ".orbax_format.orbax_target": "OrbaxTarget",
         ".registries": "context handler_registry",
         ".settings": "using",

@@ -13,7 +13,6 @@ from .inspection import (
     Total,
     inspect,
     inspect_orbax,
-    resolve_checkpoint,
 )
 from .report import Finding, Report
 

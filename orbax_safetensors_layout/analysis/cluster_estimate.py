@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from orbax_safetensors_layout.catalog import Catalog, find_quantization
+from orbax_safetensors_layout.catalog import Catalog, find_quantization, resolve_checkpoint
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import (
@@ -40,7 +40,7 @@ from orbax_safetensors_layout.sharding import (
     ShardingRules,
 )
 
-from .inspection import read_configuration, resolve_checkpoint
+from .inspection import read_configuration
 
 RuleUses: TypeAlias = tuple[tuple[ShardingRule | None, int], ...]
 """Rules, None for leaves that none matches, and how many leaves each places."""

@@ -13,10 +13,8 @@ import numpy as np
 
 from orbax_safetensors_layout.catalog import (
     Catalog,
-    CheckpointRef,
     Quantization,
     find_quantization,
-    is_safetensors_checkpoint,
     select_names,
 )
 from orbax_safetensors_layout.errors import (
@@ -76,17 +74,6 @@ class Inspection(NamedTuple):
             tensors[tensor.dtype].append(tensor)
         totals = {dtype: Total.of(members) for dtype, members in tensors.items()}
         return dict(sorted(totals.items(), key=lambda item: -item[1].nbytes))
-
-
-def resolve_checkpoint(path: str | os.PathLike[str]) -> CheckpointRef:
-    """Resolves a path to safetensors, or to what Orbax saved there or in a step; else as it is."""
-    text = os.path.expanduser(os.fsdecode(path))
-    if "://" not in text and not is_safetensors_checkpoint(text):
-        from orbax_safetensors_layout.adapters import holds_checkpoint, locate
-
-        if holds_checkpoint(text):
-            return locate(os.path.abspath(text))  # Orbax takes no other
-    return CheckpointRef(text, is_orbax=False, item=None)
 
 
 def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = None) -> Inspection:

@@ -18,6 +18,7 @@ from orbax_safetensors_layout.catalog import (
     discover,
     read_header,
     read_manifest,
+    resolve_checkpoint,
 )
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import (
@@ -38,7 +39,6 @@ from orbax_safetensors_layout.reading import check_booleans, file_blocks, read_d
 from orbax_safetensors_layout.runtime import ProgressReport, progress_callback
 from orbax_safetensors_layout.storage import Storage, join, open_storage
 
-from .inspection import resolve_checkpoint
 from .report import Finding, OnProgress, Report
 
 PathLike = str | os.PathLike[str]

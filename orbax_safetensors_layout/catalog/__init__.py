@@ -2,12 +2,14 @@
 
 from .catalog import Catalog, read_header
 from .discover import (
-    USUAL_ITEMS,
     CheckpointRef,
     Discovery,
     discover,
+    holds_checkpoint,
+    is_orbax_checkpoint,
     is_safetensors_checkpoint,
     read_manifest,
+    resolve_checkpoint,
 )
 from .piece_catalog import check_save
 from .quantization import Quantization, find_quantization

@@ -31,13 +31,12 @@ from orbax_safetensors_layout.format import (
     parse_manifest,
     raise_error,
 )
-from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
+from orbax_safetensors_layout.storage import LocalStorage, Storage, join, open_storage, read_file
 
 _ORBAX_ITEM = "_METADATA"  # the file that every tree has which Orbax saved
 _ORBAX_STEP = ("_CHECKPOINT_METADATA", "orbax.checkpoint")  # the files that its steps have
-
-USUAL_ITEMS = ("default", "state")
-"""The items that are opened where a step has several: those of Orbax v0 and v1."""
+_USUAL_ITEMS = ("default", "state")  # opened where a step has several: those of Orbax v0 and v1
+_STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")  # folders of steps, as `step_0007` is
 
 _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 _MODEL, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors")
@@ -77,12 +76,75 @@ def is_safetensors_checkpoint(
         return False
 
 
+def is_orbax_checkpoint(folder: str) -> bool:
+    """Whether Orbax made a folder."""
+    return any(os.path.exists(os.path.join(folder, name)) for name in (_ORBAX_ITEM, *_ORBAX_STEP))
+
+
+def holds_checkpoint(folder: str) -> bool:
+    """Whether a folder is a checkpoint of either kind, or a step."""
+    return is_safetensors_checkpoint(folder) or is_orbax_checkpoint(folder)
+
+
 class CheckpointRef(NamedTuple):
     """The folder or file of a checkpoint's tree, of several its item; Orbax's own format or not."""
 
     path: str
     is_orbax: bool
     item: str | None
+
+
+def resolve_checkpoint(
+    path: str | os.PathLike[str], *, step: int | None = None, item: str | None = None
+) -> CheckpointRef:
+    """Resolves a path, with a step a manager's, to its tree or that of an item; a URL to itself.
+
+    The item is by default the only one, or else the usual one.
+    """
+    text = os.path.expanduser(os.fsdecode(path))
+    ref = CheckpointRef(text, is_orbax=False, item=None)
+    with LocalStorage() as storage:
+        if step is not None:
+            text = _step_folder(storage, text, step)
+        elif item is None and ("://" in text or storage.is_file(text)):
+            return ref
+        found = _find_tree(storage, text, item, is_step=step is not None)
+        if found is None:
+            raise _not_found(storage, text, item)
+        return found
+
+
+def _step_folder(storage: Storage, path: str, step: int) -> str:
+    folders = storage.folders(path)
+    matches = {name: _STEP.fullmatch(name) for name in folders}
+    names = [name for name, match in matches.items() if match and int(match[1]) == step]
+    if len(names) != 1:
+        raise CheckpointNotFoundError(
+            f"several folders are step {step}" if names else f"there is no step {step}",
+            file=path,
+            found=listed(names or folders[::-1]),
+        )
+    return join(path, names[0])
+
+
+def _find_tree(
+    storage: Storage, folder: str, item: str | None = None, *, is_step: bool = False
+) -> CheckpointRef | None:
+    """Return the tree in a folder, or the named one of its items; of a step's the only or usual."""
+    names = _visible(storage, folder)
+    if item is None:
+        if _is_tree(names):
+            return CheckpointRef(folder, _is_orbax(names), None)
+        if not is_step and not any(name in names for name in _ORBAX_STEP):
+            return None
+    folders = [name for name in storage.folders(folder) if not name.startswith(".")]
+    files = {name: _visible(storage, join(folder, name)) for name in folders}
+    items = [name for name in folders if _is_tree(files[name])]
+    choices = [item] if item is not None else items if len(items) == 1 else _USUAL_ITEMS
+    for name in choices:
+        if name in items:
+            return CheckpointRef(join(folder, name), _is_orbax(files[name]), name)
+    return None
 
 
 class Discovery(NamedTuple):
@@ -145,15 +207,21 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
     _check_complete(names, path, on_error)
     if files:
         return Discovery(path, files, None, manifest_file, manifest)
-    if any(name in names for name in _ORBAX_STEP):
-        item = _item_of_step(storage, path)
-        if item is not None:
-            return discover(storage, join(path, item), on_error=on_error)
+    ref = _find_tree(storage, path)
+    if ref is None or ref.is_orbax or ref.item is None:
+        raise _not_found(storage, path)
+    return discover(storage, ref.path, on_error=on_error)
+
+
+def _not_found(storage: Storage, path: str, item: str | None = None) -> CheckpointNotFoundError:
+    names = _visible(storage, path)
     content = [*names, *(f"{name}/" for name in storage.folders(path))]
     is_there = content or (storage.kind == "local" and os.path.isdir(path))
     subject = "the folder" if is_there else "the path does not exist, or"
-    raise CheckpointNotFoundError(
-        f"{subject} does not contain any '{SUFFIX}' files",
+    return CheckpointNotFoundError(
+        f"{subject} does not contain any '{SUFFIX}' files"
+        if item is None
+        else f"the folder has no checkpoint '{item}'",
         file=path,
         expected=f"a '{SUFFIX}' file, or a folder with '{SUFFIX}' files directly in it",
         found=listed(content) or ("an empty folder" if is_there else "nothing"),
@@ -206,16 +274,12 @@ def _has_safetensors(names: Sequence[str]) -> bool:
     return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
-def _item_of_step(storage: Storage, step: str) -> str | None:
-    """Return the name of the safetensors item of a step: the only one, else the usual one."""
-    items = [
-        name
-        for name in storage.folders(step)
-        if not name.startswith(".") and _has_safetensors(storage.list(join(step, name)))
-    ]
-    if len(items) == 1:
-        return items[0]
-    return next((name for name in USUAL_ITEMS if name in items), None)
+def _is_tree(names: Sequence[str]) -> bool:
+    return _ORBAX_ITEM in names or MANIFEST in names or _has_safetensors(names)
+
+
+def _is_orbax(names: Sequence[str]) -> bool:
+    return _ORBAX_ITEM in names and not _has_safetensors(names)
 
 
 def _visible(storage: Storage, folder: str) -> list[str]:

@@ -14,8 +14,8 @@ from orbax_safetensors_layout.analysis import (
     Total,
     inspect,
     inspect_orbax,
-    resolve_checkpoint,
 )
+from orbax_safetensors_layout.catalog import resolve_checkpoint
 from orbax_safetensors_layout.errors import listed
 from orbax_safetensors_layout.runtime import count_text, number_text, size_text
 

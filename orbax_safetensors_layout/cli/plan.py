@@ -11,9 +11,8 @@ from orbax_safetensors_layout.analysis import (
     ClusterEstimate,
     estimate,
     estimate_save,
-    resolve_checkpoint,
 )
-from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog, resolve_checkpoint
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_seconds, parse_size
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule

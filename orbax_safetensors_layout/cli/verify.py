@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from orbax_safetensors_layout.analysis import resolve_checkpoint
+from orbax_safetensors_layout.catalog import resolve_checkpoint
 from orbax_safetensors_layout.options import ReadOptions
 
 from .command import Command, add_json, add_mapping, add_memory_budget, find_mapping

@@ -6,6 +6,7 @@ import pytest
 from checkpoints import save
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.__main__ import main
 from orbax_safetensors_layout.analysis.inspection import inspect
 
 
@@ -63,3 +64,46 @@ def test_a_step_is_read_at_its_item(tmp_path):
     (step / "default").rename(step / "another")
     with pytest.raises(osl.CheckpointNotFoundError, match="other, another"):
         osl.load(step)
+
+
+@pytest.mark.parametrize(
+    ("folders", "orbax", "is_step", "told"),
+    [
+        (["only"], [], False, "Give a checkpoint below it: only."),
+        (["only"], [], True, None),
+        (["default", ".hidden"], [], True, None),
+        (["one", ".hidden"], [], True, None),
+        (["one", "other"], [], True, "Give a checkpoint below it: other, one."),
+        (["state", "other"], [], True, None),
+        (["one"], ["other"], True, "Below it are in Orbax's own format: other."),
+        ([], ["one", "other"], True, "Below it are in Orbax's own format: other, one."),
+    ],
+)
+def test_all_open_a_folder_or_all_refuse_it(tmp_path, capsys, folders, orbax, is_step, told):
+    root = tmp_path / "root"
+    places(root, *folders)
+    for name in orbax:
+        (root / name).mkdir(parents=True)
+        (root / name / "_METADATA").write_text("{}")
+    if is_step:
+        (root / "_CHECKPOINT_METADATA").write_text("{}")
+    errors = set()
+    for read in (
+        osl.load,
+        osl.metadata,
+        osl.verify,
+        lambda path: osl.convert(path, tmp_path / "to"),
+    ):
+        try:
+            read(root)
+        except osl.CheckpointNotFoundError as error:
+            errors.add(str(error))
+        else:
+            errors.add(None)
+    assert len(errors) == 1
+    (error,) = errors
+    assert (error is None) == (told is None)
+    assert told is None or told in error
+    for command in (["inspect", root], ["plan", root, "--mesh", "x=2"]):
+        assert main(list(map(str, command))) == (0 if told is None else 1)
+        assert told is None or told in capsys.readouterr().err

@@ -16,10 +16,17 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import tensorstore as ts
 
-from orbax_safetensors_layout.conversion import ReadableArrays, SourceArray
+from orbax_safetensors_layout.catalog import CheckpointRef
+from orbax_safetensors_layout.conversion import (
+    CheckpointReader,
+    ReadableArrays,
+    SafetensorsReader,
+    SourceArray,
+)
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
 from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box, cut
+from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.reading import VerifyingReader
 from orbax_safetensors_layout.storage import FULL
@@ -51,7 +58,7 @@ class OrbaxReader:
             np.ndarray: _OpeningNumpy(self._stores, problems),
         }
         handler = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handler_registry(opening))
-        folder = ocp_v1.path.Path(path)
+        folder = ocp_v1.path.Path(os.path.abspath(path))
         try:
             tree = handler.restore(folder, args=ocp.args.PyTreeRestore())
             self.custom = handler.metadata(folder).custom_metadata
@@ -113,6 +120,15 @@ class OrbaxReader:
 
     def close(self) -> None:
         self._stores.clear()
+
+
+def open_reader(
+    ref: CheckpointRef, options: ReadOptions, on_error: Callable[[StorageError], None] | None = None
+) -> CheckpointReader:
+    """Opens a checkpoint: one of safetensors with `options`, one of Orbax with `on_error`."""
+    if ref.is_orbax:
+        return OrbaxReader(ref.path, on_error)
+    return SafetensorsReader(ref.path, options)
 
 
 class _Opening:
