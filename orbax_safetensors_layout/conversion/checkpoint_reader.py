@@ -30,6 +30,7 @@ from orbax_safetensors_layout.plan import (
     MappedSource,
     RegionReads,
     StoredSource,
+    StoredTensors,
     array_sources,
 )
 from orbax_safetensors_layout.pytree import decode_treedef, dotted_name
@@ -126,7 +127,7 @@ class ReadableArrays(NamedTuple):
             source = self.sources[leaf.made_of]
         else:
             entries = {name: source.entry for name, source in self.sources.items()}
-            source = MappedSource(leaf.made_of, entries)
+            source = MappedSource(leaf.made_of, StoredTensors(entries))
         return ArrayRegion.of_box(leaf.name, source, box, leaf.dtype)
 
 

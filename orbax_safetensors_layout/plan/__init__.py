@@ -34,6 +34,7 @@ from .reads import ReadPlan, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads
 from .regions import ByteRegion, GatherAxis, RegionPlan, TileKey
 from .shared_leaves import SharedLeaves
+from .stored_tensors import StoredTensors
 from .writes import (
     PIECES_FOLDER,
     FilePart,

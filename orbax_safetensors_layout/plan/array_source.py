@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
+from collections.abc import Iterator, Mapping as Dict, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ from orbax_safetensors_layout.mapping import (
 from orbax_safetensors_layout.sharding import AddressableShards
 
 from .leaf_reads import LeafRead, TensorPiece
+from .stored_tensors import LocatedPieces, StoredTensors
 
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 
@@ -52,6 +53,12 @@ class LeafPlan(NamedTuple):
     read: LeafRead | None
     ops: tuple[ValueOp, ...] = ()  # on the values of `read`
     blocks: tuple[ComposedBlock, ...] = ()
+
+    def reads(self) -> Iterator[LeafRead]:
+        if self.read is not None:
+            yield self.read
+        for block in self.blocks:
+            yield from block.inputs
 
 
 class StoredSource(NamedTuple):
@@ -100,12 +107,29 @@ class StoredSource(NamedTuple):
         """Plan the read of boxes, as if the tensor were stored in one piece."""
         return LeafPlan(LeafRead.plain(self.entry.name, self.entry, local, dtype))
 
+    def needs(self, plan: LeafPlan) -> Iterator[tuple[str, Box]]:
+        """Yields the regions of tensors, by name, that a plan reads."""
+        assert plan.read is not None
+        for box in plan.read.local.boxes:
+            yield plan.read.name, box
+
+    def located(self, plan: LeafPlan, pieces: LocatedPieces) -> LeafPlan:
+        """Return a plan with the pieces that its regions are made of."""
+        assert plan.read is not None
+        sources, pattern = pieces.of_boxes(plan.read.name, plan.read.local.boxes)
+        return LeafPlan(plan.read._replace(sources=sources, pattern=pattern))
+
 
 class MappedSource(NamedTuple):
-    """An expression over tensors, with these by name."""
+    """An expression over tensors."""
 
     bound: BoundExpr
-    entries: Dict[str, TensorEntry]
+    tensors: StoredTensors
+
+    @property
+    def catalog(self) -> Catalog | None:
+        """Locates the pieces of the tensors, if some are stored in pieces."""
+        return self.tensors.catalog
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,7 +147,7 @@ class MappedSource(NamedTuple):
     @property
     def stored_bytes(self) -> int:
         """Bytes that it takes in the files: at most all of its tensors, and their elements."""
-        entries = [self.entries[name] for name in self.bound.sources()]
+        entries = [self.tensors[name] for name in self.bound.sources()]
         elements = math.prod(self.shape) * entries[0].dtype.bits // 8
         return min(elements, sum(entry.nbytes for entry in entries))
 
@@ -131,13 +155,13 @@ class MappedSource(NamedTuple):
     def file(self) -> str | None:
         """The file of the first tensor that it takes."""
         sources = self.bound.sources()
-        return self.entries[sources[0]].file if sources else None
+        return self.tensors[sources[0]].file if sources else None
 
     @property
     def place(self) -> tuple[str, int]:
         """The file and offset where the first tensor that it takes begins."""
         sources = self.bound.sources()
-        return min((self.entries[name].file, self.entries[name].start) for name in sources)
+        return min((self.tensors[name].file, self.tensors[name].start) for name in sources)
 
     def strides(self, box: Box) -> tuple[int, ...] | None:
         """Return strides, as far apart as the ends of a box are in the files, a step of each axis.
@@ -152,7 +176,7 @@ class MappedSource(NamedTuple):
         if first is None:  # it begins with a fill
             itemsize, strides = self.dtype.itemsize, row_major_strides(self.shape)
             return tuple(n * itemsize for n in strides) if self.bound.sources() else None
-        bits = self.entries[first.source].dtype.bits
+        bits = self.tensors[first.source].dtype.bits
         found = []
         for axis, (low, high, length) in enumerate(zip(*box, self.shape, strict=True)):
             steps = max(high - low - 1, min(1, length - 1))  # to its end, or its neighbour
@@ -185,7 +209,7 @@ class MappedSource(NamedTuple):
         pieces = self._pieces([joined.box for joined in tile(local.boxes)])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
         fills = [piece for piece in pieces if isinstance(piece, FillPiece)]
-        formats = {(self.entries[piece.source].dtype, piece.ops) for piece in affine}
+        formats = {(self.tensors[piece.source].dtype, piece.ops) for piece in affine}
         is_whole = len(affine) + len(fills) == len(pieces) and not _is_factored(affine)
         if is_whole and len(formats) == 1:
             ((stored, ops),) = formats
@@ -200,6 +224,28 @@ class MappedSource(NamedTuple):
         # The first of all boxes, then the second of all: neighbours in the file come together.
         in_turn = [block for row in itertools.zip_longest(*blocks) for block in row if block]
         return LeafPlan(None, blocks=tuple(self._compose(name, *block) for block in in_turn))
+
+    def needs(self, plan: LeafPlan) -> Iterator[tuple[str, Box]]:
+        """Yields the pieces of tensors, by the tensor's name, that a plan reads."""
+        for read in plan.reads():
+            for source in read.sources:
+                if source.entry.name in self.tensors.places:
+                    yield self.tensors.places[source.entry.name]
+
+    def located(self, plan: LeafPlan, pieces: LocatedPieces) -> LeafPlan:
+        """Return a plan with the places of its pieces."""
+
+        def entry(of: TensorEntry) -> TensorEntry:
+            place = self.tensors.places.get(of.name)
+            return of if place is None else pieces.entry(*place)._replace(dtype=of.dtype)
+
+        def located(read: LeafRead) -> LeafRead:
+            sources = tuple(source._replace(entry=entry(source.entry)) for source in read.sources)
+            return read._replace(sources=sources)
+
+        read = None if plan.read is None else located(plan.read)
+        blocks = [b._replace(inputs=tuple(map(located, b.inputs))) for b in plan.blocks]
+        return plan._replace(read=read, blocks=tuple(blocks))
 
     def _parts(self, box: Box, most_bytes: int) -> Iterator[Box]:
         """Yields a box in parts, near together in the files, of bounded values and inputs."""
@@ -217,7 +263,7 @@ class MappedSource(NamedTuple):
 
     def _taken_bytes(self, box: Box) -> int:
         pieces = affine_pieces(self.bound.pull_back(box, factored=True))
-        bits = sum(math.prod(p.view.shape) * self.entries[p.source].dtype.bits for p in pieces)
+        bits = sum(math.prod(p.view.shape) * self.tensors[p.source].dtype.bits for p in pieces)
         return bits // 8
 
     def _distance(self, box: Box, axis: int) -> float:
@@ -252,7 +298,7 @@ class MappedSource(NamedTuple):
     ) -> LeafRead:
         nested = [part for piece in pieces for part in _nested(piece)]
         sources = tuple(
-            TensorPiece(self.entries[p.source], p.box, p.view, p.gather) for p in nested
+            TensorPiece(self.tensors[p.source], p.box, p.view, p.gather) for p in nested
         )
         plain = LeafRead.plain(name, sources[0].entry, local, dtype)
         if plain.sources == sources:
@@ -265,7 +311,7 @@ class MappedSource(NamedTuple):
         for piece in affine_pieces(pieces):
             # The piece by itself: its region is an array that begins at index 0.
             region = Box.whole(piece.view.shape)
-            entry = self.entries[piece.source]
+            entry = self.tensors[piece.source]
             moved = piece._replace(box=region)
             local = AddressableShards((region,), (False,))
             inputs.append(self._read(name, region.shape, [moved], local, entry.dtype.numpy))
@@ -308,41 +354,19 @@ def array_sources(
         in_pieces = catalog if catalog.layout == "sharded" else None
         return {name: StoredSource(entry, in_pieces) for name, entry in entries.items()}
     check_mapping(mapping)
-    stored = _StoredEntries(catalog, mapping.needs(catalog.names, names))
-    shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in stored.items()}
-    bound = mapping.bind(TensorSpecs(shapes, catalog.names, stored.pieces), names)
-    return {name: MappedSource(expr, stored) for name, expr in bound.expressions.items()}
+    tensors = StoredTensors(catalog.entries(mapping.needs(catalog.names, names)), catalog)
+    shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in tensors.entries.items()}
+    bound = mapping.bind(TensorSpecs(shapes, catalog.names, tensors.pieces), names)
+    return {name: MappedSource(expr, tensors) for name, expr in bound.expressions.items()}
 
 
 def leaf_sources(catalog: Catalog, expressions: Dict[str, BoundExpr]) -> dict[str, ArraySource]:
     """Return tensors made of leaves, which the catalog has in pieces, sub-byte ones one a byte."""
     nodes = (node for expr in expressions.values() for node in expr.nodes())
     dtypes = {node.name: node.dtype for node in nodes if isinstance(node, WholeTensor)}
-    stored = _StoredEntries(catalog, dtypes)
+    entries = catalog.entries(dtypes)
     for name, dtype in dtypes.items():
         if dtype in SUB_BYTE:
-            stored[name] = stored[name]._replace(dtype=ONE_A_BYTE[dtype.name])
-    return {name: MappedSource(expr, stored) for name, expr in expressions.items()}
-
-
-def named_pieces(boxes: Dict[str, Iterable[Box]]) -> dict[str, list[tuple[Box, str]]]:
-    """Return boxes of tensors that are stored or held alone, each with its name in expressions."""
-    return {name: [(box, f"{name} {box}") for box in boxes[name]] for name in boxes}
-
-
-class _StoredEntries(dict[str, TensorEntry]):
-    """Tensors as if each were in one place, and their named pieces, located when asked for."""
-
-    def __init__(self, catalog: Catalog, names: Iterable[str]) -> None:
-        super().__init__(catalog.entries(names))
-        self._catalog = catalog
-        self.pieces = named_pieces(catalog.pieces(self))
-        self._places = {
-            place: (name, box) for name, boxes in self.pieces.items() for box, place in boxes
-        }
-
-    def __missing__(self, place: str) -> TensorEntry:
-        name, box = self._places[place]
-        ((_, entry),) = self._catalog.locate({name: (box,)})[name]
-        entry = self[place] = entry._replace(dtype=self[name].dtype)
-        return entry
+            entries[name] = entries[name]._replace(dtype=ONE_A_BYTE[dtype.name])
+    tensors = StoredTensors(entries, catalog)
+    return {name: MappedSource(expr, tensors) for name, expr in expressions.items()}

@@ -10,14 +10,14 @@ import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import explained
-from orbax_safetensors_layout.format import TensorEntry
-from orbax_safetensors_layout.geometry import AffineView, Box
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import Subject
 from orbax_safetensors_layout.options import KIB, MIB
 from orbax_safetensors_layout.sharding import AddressableShards
 
 from .array_source import ArraySource, LeafPlan, StoredSource
-from .leaf_reads import LeafRead, PiecePattern, TensorPiece
+from .leaf_reads import LeafRead
+from .stored_tensors import LocatedPieces
 
 _BLOCKS_IN_BUDGET = 4  # of all boxes of a region: some are read while others are computed
 _MOST_BLOCK_BYTES = 8 * MIB
@@ -103,35 +103,19 @@ def _likeness(region: ArrayRegion, plan: LeafPlan) -> object:
 
 def _plan_regions(regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> list[LeafPlan]:
     plans = []
-    in_pieces: dict[Catalog, dict[int, LeafRead]] = {}
-    for number, (name, source, local, dtype, _) in enumerate(regions):
+    needs: dict[Catalog, list[tuple[str, Box]]] = {}
+    for name, source, local, dtype, _ in regions:
         at_once = memory_budget_bytes // (_BLOCKS_IN_BUDGET * max(1, len(local.boxes)))
         block_bytes = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, at_once))
         with explained(f"while planning leaf {name!r}", name):
             plan = source.plan(name, local, dtype, block_bytes)
         plans.append(plan)
-        if isinstance(source, StoredSource) and source.catalog is not None:
-            assert plan.read is not None
-            in_pieces.setdefault(source.catalog, {})[number] = plan.read
-    for catalog, reads in in_pieces.items():
-        boxes: dict[str, dict[Box, None]] = {}
-        for read in reads.values():
-            boxes.setdefault(read.name, {}).update(dict.fromkeys(read.local.boxes))
-        pieces_of = catalog.locate({name: tuple(of_name) for name, of_name in boxes.items()})
-        # Pieces of tensors with equal shards have the same boxes, as objects.
-        patterns: dict[tuple[int, ...], PiecePattern] = {}
-        for number, read in reads.items():
-            pieces: Sequence[tuple[Box, TensorEntry]] = pieces_of[read.name]
-            if len(boxes[read.name]) > len(read.local.boxes):
-                pieces = [p for p in pieces if any(map(p[0].intersect, read.local.boxes))]
-            key = tuple(id(box) for box, _ in pieces)
-            if key not in patterns:
-                parts = [(box, AffineView.row_major(box.shape)) for box, _ in pieces]
-                patterns[key] = PiecePattern(tuple(parts))
-            pattern = patterns[key]
-            sources = [
-                TensorPiece(entry, *part)
-                for (_, entry), part in zip(pieces, pattern.parts, strict=True)
-            ]
-            plans[number] = LeafPlan(read._replace(sources=tuple(sources), pattern=pattern))
-    return plans
+        if source.catalog is not None:
+            needs.setdefault(source.catalog, []).extend(source.needs(plan))
+    located = {catalog: LocatedPieces(catalog, boxes) for catalog, boxes in needs.items()}
+    return [
+        plan
+        if (catalog := region.source.catalog) is None
+        else region.source.located(plan, located[catalog])
+        for region, plan in zip(regions, plans, strict=True)
+    ]

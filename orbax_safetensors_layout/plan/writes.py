@@ -42,9 +42,9 @@ from orbax_safetensors_layout.mapping import (
 from orbax_safetensors_layout.options import WriteOptions, is_floating
 from orbax_safetensors_layout.sharding import GlobalShards
 
-from .array_source import named_pieces
 from .cost import Cost
 from .ownership import PieceWriters, StoredTile, file_owners
+from .stored_tensors import named_pieces
 
 PIECES_FOLDER = "orbax_safetensors_layout.pieces"
 """The folder of pieces for the owners of files, removed when a save is complete; no program has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import jax
 import numpy as np
@@ -57,6 +58,24 @@ def test_all_ways_to_read_them(folder, tmp_path):
     assert not [*differing(whole_file(tmp_path / "converted"), TENSORS)]
     osl.consolidate(folder, tmp_path / "consolidated")
     assert not [*differing(whole_file(tmp_path / "consolidated"), TENSORS)]
+
+
+@pytest.mark.parametrize("call", [osl.load, osl.plan_load])
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["plain", "mapped"])
+def test_headers_are_fetched_together(tmp_path, call, is_mapped):
+    """Each waits until all have been asked for; one after the other none would come."""
+    write(tmp_path / "pieces", TENSORS, FILES)
+    experts = osl.tensor("model.layers.0.mlp.experts.{e}.gate_proj.weight")
+    rule = osl.rule("experts", osl.stack(experts.transpose(), over="e"))
+    mapping = osl.Mapping([rule], strict=False) if is_mapped else None
+    asked = threading.Barrier(FILES, timeout=60)
+    with recording() as storage:
+        storage.before_read = lambda file, start, stop: (
+            start or (asked.wait() if file.endswith(".safetensors") else None)
+        )
+        call(tmp_path / "pieces", mapping=mapping)
+    headers = [file for file, start, _ in storage.ranges if not start]
+    assert len([file for file in headers if file.endswith(".safetensors")]) == FILES
 
 
 def test_a_few_of_them(folder):
