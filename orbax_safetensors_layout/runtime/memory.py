@@ -80,7 +80,7 @@ class Staging:
         return np.frombuffer(memoryview(owner), np.uint8)
 
     def _find(self, nbytes: int) -> Bytes:
-        idle_bytes = sum(memory.size for memory in self._idle)
+        idle_bytes = sum(memory.size for memory in tuple(self._idle))  # others add to it meanwhile
         used_bytes = self._total_bytes - idle_bytes + nbytes
         self._most_used_bytes = max(self._most_used_bytes, used_bytes)
         for _ in range(len(self._idle)):
