@@ -7,15 +7,11 @@ import itertools
 import shlex
 from typing import Any
 
-from orbax_safetensors_layout.analysis import (
-    ClusterEstimate,
-    estimate,
-    estimate_save,
-)
-from orbax_safetensors_layout.catalog import Catalog, resolve_checkpoint
+from orbax_safetensors_layout.analysis import ClusterEstimate, estimate, estimate_save
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_seconds, parse_size
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
+from orbax_safetensors_layout.storage import open_storage
 
 from .command import (
     Command,
@@ -152,10 +148,8 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
         raise ValueError("name the checkpoint: plan PATH --mesh ...")
     if parsed.mapping and parsed.abstract:
         raise ValueError("--mapping and --abstract exclude each other")
-    kind = "local"
-    if not resolve_checkpoint(parsed.path).is_orbax:
-        with Catalog.open(parsed.path) as catalog:
-            kind = catalog.storage.kind
+    with open_storage(parsed.path)[0] as storage:
+        kind = storage.kind
     bandwidth, shared = parsed.bandwidth, parsed.shared_bandwidth
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
     loading = estimate(
