@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 
 import jax
@@ -149,14 +150,11 @@ def test_a_piece_of_another_shape_is_named(folder):
     assert set(osl.load(folder, only=others)) == set(others)
 
 
-@pytest.mark.parametrize("doing", ["plan", "consolidate", "convert"])
-def test_memory_does_not_grow_with_the_number_of_pieces(tmp_path, doing):
-    """Of 1,200 tensors in 64 pieces each, and of four times as many."""
-    peaks = []
-    for layers in (6, 24):
-        write(tmp_path / f"{layers}", tensors_of_experts(layers, 16), 64)
-        peaks.append(int(run_alone("many_pieces_peak.py", tmp_path / f"{layers}", doing)))
-    assert peaks[1] < MOST_BYTES, peaks
-
-
-MOST_BYTES = 1 << 30
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is asked of /proc")
+@pytest.mark.parametrize(
+    ("doing", "most_bytes"), [("plan", 50e6), ("consolidate", 75e6), ("convert", 75e6)]
+)
+def test_memory_is_bounded(tmp_path, doing, most_bytes):
+    """Of 75,000 pieces; where all headers and plans are kept it is 83 MB, a kilobyte a piece."""
+    write(tmp_path / "pieces", tensors_of_experts(24, 16), 64)
+    assert int(run_alone("many_pieces_peak.py", tmp_path / "pieces", doing)) < most_bytes
