@@ -121,7 +121,7 @@ def _check_files(path: str, digests: bool, progress: OnProgress) -> Report:
         check.check()
         digested = check.check_digests(progress) if digests else 0
     return Report(
-        place,
+        check.path,
         check.all_findings(),
         files=len(check.headers),
         tensors=sum(len(header.tensors) for header in check.headers.values()),
@@ -142,6 +142,7 @@ class StructureCheck:
     def check(self) -> None:
         """Adds to `findings` and `headers`."""
         discovery = self._discover()
+        self.path = discovery.path  # of a step its item
         for file in sorted(discovery.files):
             before = self._counts["header"]
             with self._reporting("header") as on_error:

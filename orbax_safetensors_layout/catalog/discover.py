@@ -102,12 +102,11 @@ def resolve_checkpoint(
     The item is by default the only one, or else the usual one.
     """
     text = os.path.expanduser(os.fsdecode(path))
-    ref = CheckpointRef(text, is_orbax=False, item=None)
     with LocalStorage() as storage:
         if step is not None:
             text = _step_folder(storage, text, step)
         elif item is None and ("://" in text or storage.is_file(text)):
-            return ref
+            return CheckpointRef(text, is_orbax=False, item=None)
         found = _find_tree(storage, text, item, is_step=step is not None)
         if found is None:
             raise _not_found(storage, text, item)

@@ -59,6 +59,11 @@ def test_a_step_is_read_at_its_item(tmp_path):
     assert osl.metadata(step)["w"].shape == (4,)
     assert inspect(step).total.tensors == 1
     assert osl.verify(step).ok
+    osl.save(
+        step / "default", osl.load(step), overwrite=True, options=osl.WriteOptions(digests=True)
+    )
+    report = osl.verify(f"file://{step}")  # a URL is not resolved before its files are found
+    assert (report.ok, report.path, report.digested_files > 0) == (True, f"{step}/default", True)
     places(step, "other")
     assert osl.load(step)["w"].dtype == np.float64  # `default` is the usual item
     (step / "default").rename(step / "another")
