@@ -22,6 +22,7 @@ from orbax_safetensors_layout.catalog import (
 from orbax_safetensors_layout.conversion import (
     Conversion,
     FilesTarget,
+    SafetensorsReader,
     Target,
     Topology,
     arrays_of,
@@ -194,8 +195,8 @@ def convert(
         else:
             if config is not None:
                 sidecar_files = read_sidecar_files(config, required=True)
-            elif reader.kind == "hf":
-                sidecar_files = read_sidecar_files(reader.path)
+            elif isinstance(reader, SafetensorsReader) and reader.kind == "hf":
+                sidecar_files = read_sidecar_files(reader.path, storage=reader.storage)
             identity = (reader.identity(), mapping_digest, inverts, subtree, options.dtype)
             planned = FilesTarget(
                 target_tree,

@@ -304,11 +304,12 @@ def _abstract_tree(
     if abstract is None and mapping is not None:
         arrays = array_sources(catalog, mapping).items()
         return AbstractTree.parse({name: HostLeaf(a.shape, a.dtype) for name, a in arrays})
+    if mapping is not None:
+        return AbstractTree.parse(abstract)
     saved = SavedMetadata(catalog)
     if abstract is None:
         return saved.tree() or AbstractTree.of_tensors(catalog.names)
-    tree = AbstractTree.parse(abstract)
-    return tree if mapping is not None else saved.apply_defaults(tree, devices=devices)
+    return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices)
 
 
 def _read(

@@ -14,9 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
-from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError, listed
+from orbax_safetensors_layout.errors import (
+    InvalidIndexError,
+    InvalidManifestError,
+    StorageError,
+    listed,
+)
 from orbax_safetensors_layout.format import (
     MAIN_INDEX,
+    MANIFEST,
     ONE_A_BYTE,
     PREFIX_BYTES,
     Header,
@@ -25,7 +31,9 @@ from orbax_safetensors_layout.format import (
     OnError,
     StoredPieces,
     TensorEntry,
+    TensorLeaf,
     header_length,
+    leaves,
     parse_header,
     raise_error,
 )
@@ -63,6 +71,7 @@ class Catalog:
         self._pieces: PieceCatalog | None = None
         self._manifest_file = discovery.manifest_file
         self._manifest = manifest
+        self._is_checked = False
         self._headers = HeaderCache(storage)
         self._file_of: Mapping[str, str]
         if manifest is not None and manifest.pieces is not None:
@@ -91,7 +100,8 @@ class Catalog:
         """Opens a `.safetensors` file or a folder.
 
         In a folder, `model.safetensors.index.json` is the authority where it exists, or else the
-        only other `*.safetensors.index.json`: files that it does not name are ignored. Without an
+        only other `*.safetensors.index.json` where there is no `model.safetensors`: files that it
+        does not name are ignored. Without an
         index all `.safetensors` files directly in the folder count, but none beside
         `model.safetensors` or its numbered set, and all headers are read. In a step that Orbax
         made, the only item of safetensors files is opened, or `default` or `state`.
@@ -188,7 +198,7 @@ class Catalog:
         """Gives sub-byte elements that are stored one a byte the manifest's dtype."""
         if all(entry.dtype.code not in _BYTES for entry in entries.values()):
             return entries  # the manifest has nothing to say of other dtypes
-        manifest = self.manifest()
+        manifest = self.manifest() or self._manifest_beside()
         dtypes = {} if manifest is None else manifest.dtypes()
         for name in dtypes.keys() & entries.keys():
             entry, dtype = entries[name], dtypes[name]
@@ -209,10 +219,41 @@ class Catalog:
         return self.entries(self.names)
 
     def manifest(self) -> Manifest | None:
-        """Return the manifest, if this package wrote the checkpoint; see `read_manifest`."""
+        """Return the manifest, if this package wrote the checkpoint; see `read_manifest`.
+
+        Of whole tensors it must name all, or another program wrote the files since.
+        """
         if self._manifest is None and self._manifest_file is not None:
             self._manifest = read_manifest(self.storage, self._manifest_file)
+        if not self._is_checked and self._manifest is not None and self._pieces is None:
+            self._check_names(self._manifest)
+            self._is_checked = True
         return self._manifest
+
+    def _check_names(self, manifest: Manifest) -> None:
+        if manifest.tree is None:
+            return
+        saved = {leaf.tensor for leaf in leaves(manifest.tree) if isinstance(leaf, TensorLeaf)}
+        others = [name for name in self.names if name not in saved]
+        if others:
+            raise InvalidManifestError(
+                "the files hold tensors that the manifest does not name: another program has"
+                " written to them since",
+                file=self._manifest_file,
+                tensor=others[0],
+                expected="the tensors that were saved with it",
+                found=listed(map(repr, others)),
+                hint="To load the files as they are, remove the manifest.",
+            )
+
+    def _manifest_beside(self) -> Manifest | None:
+        """Return the manifest beside a file that is opened by itself, if one can be read."""
+        if self.files != (self.path,):
+            return None
+        file = self.path.removesuffix(self.path.rpartition("/")[2]) + MANIFEST
+        with contextlib.suppress(StorageError):  # a server may forbid to look for others
+            return read_manifest(self.storage, file) if self.storage.is_file(file) else None
+        return None
 
     def metadata(self) -> dict[str, str]:
         """Return the `__metadata__` strings of all files; the first file in sorted order wins."""

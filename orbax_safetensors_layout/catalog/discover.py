@@ -200,8 +200,7 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
             )
         files = _present(storage, path, manifest.pieces.files, names, manifest_file, on_error)
         return Discovery(path, files, None, manifest_file, manifest)
-    if manifest is None:
-        names = _model_alone(names, path)
+    names = _model_alone(names, path)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
     _check_complete(names, path, on_error)
     if files:
@@ -311,6 +310,17 @@ def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
         if numbered:
             stem, number, count = numbered.groups()
             sets.setdefault((stem, count), set()).add(int(number))
+    counts = sorted({count for _, count in sets}, key=int)
+    if len(sets) > len({stem for stem, _ in sets}):
+        on_error(
+            InvalidIndexError(
+                "the folder has no index and several numbered sets of files",
+                file=path,
+                expected="one set of each name",
+                found=f"sets of {' and of '.join(counts)} files",
+                hint="Remove the files of the set that is out of date.",
+            )
+        )
     for (stem, count), numbers in sets.items():
         expected = range(1, int(count) + 1) if int(count) < _MAX_NUMBERED else ()
         missing = sorted(set(expected) - numbers)
@@ -330,6 +340,8 @@ def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
 def _index_name(names: Sequence[str], path: str) -> str | None:
     if MAIN_INDEX in names:
         return MAIN_INDEX
+    if _MODEL in names:  # which transformers, too, takes before another index
+        return None
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if len(indices) > 1:
         raise InvalidIndexError(

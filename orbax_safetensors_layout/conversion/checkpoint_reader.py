@@ -202,12 +202,12 @@ class SafetensorsReader:
         is_flat: bool = False,
     ) -> None:
         self._catalog = Catalog.open(path, retries=options.retries)
-        self.path, storage = self._catalog.path, self._catalog.storage
-        self.verifying = VerifyingReader.open(storage, self.path) if options.verify else None
-        self._storage: RangeReader = self.verifying or storage
+        self.path, self.storage = self._catalog.path, self._catalog.storage
+        self.verifying = VerifyingReader.open(self.storage, self.path) if options.verify else None
+        self._storage: RangeReader = self.verifying or self.storage
         self._reader = ArrayReader(
             storage=self._storage,
-            profile=options.profile(storage.kind),
+            profile=options.profile(self.storage.kind),
             memory_budget_bytes=options.memory_budget_bytes,
             check_values=options.verify,
         )

@@ -119,7 +119,10 @@ def consolidate(
         if target is None:  # the files beside the pieces stay
             prepared.commit(path, group=group, overwrite=True, sidecar_files={})
         else:
-            sidecar_files = read_sidecar_files(path) if group.is_leader else {}
+            sidecar_files = {}
+            if group.is_leader:
+                storage = catalog.storage
+                sidecar_files = read_sidecar_files(catalog.path, storage=storage)
             prepared.commit(target, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
 
 

@@ -116,10 +116,18 @@ def check_target(
         )
 
 
-def read_sidecar_files(path: str | os.PathLike[str], *, required: bool = False) -> dict[str, bytes]:
-    """Returns the side files of a Hugging Face folder, or that one file, by name."""
-    storage, folder = open_storage(path)
-    with storage:
+def read_sidecar_files(
+    path: str | os.PathLike[str], *, storage: Storage | None = None, required: bool = False
+) -> dict[str, bytes]:
+    """Returns the side files of a Hugging Face folder, or that one file, by name.
+
+    They are those of the version that a `storage` has pinned, if it is given.
+    """
+    folder = os.fsdecode(path)
+    with contextlib.ExitStack() as stack:
+        if storage is None:
+            storage, folder = open_storage(path)
+            stack.enter_context(storage)
         if storage.is_file(folder):
             files = {os.path.basename(folder): folder}
         else:

@@ -1,0 +1,139 @@
+"""Files that other programs write into, or beside, what this package saved."""
+
+import json
+import os
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.analysis.inspection import inspect
+
+HEAD = {"w": np.full(2, 1, np.float32), "lm_head.weight": np.full(2, 9, np.float32)}
+
+
+@pytest.fixture(params=["model.safetensors", "two files"])
+def rewritten(tmp_path, request):
+    """A saved model to which another program has added a head; the manifest stays."""
+    saved = {"w": HEAD["w"], "v": np.zeros(2, np.float32)}
+    if request.param == "model.safetensors":
+        osl.save(tmp_path, saved)
+        safetensors.numpy.save_file({**saved, **HEAD}, tmp_path / request.param)
+        return tmp_path
+    osl.save(tmp_path, saved, options=osl.WriteOptions(max_file_bytes=8))
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    safetensors.numpy.save_file({"v": saved["v"]}, tmp_path / first)
+    safetensors.numpy.save_file(HEAD, tmp_path / second)
+    index = {"v": first, "w": second, "lm_head.weight": second}
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    return tmp_path
+
+
+def test_a_head_that_another_program_added_is_not_dropped(rewritten, tmp_path_factory):
+    target = tmp_path_factory.mktemp("converted") / "target"
+    for use in (
+        lambda: osl.load(rewritten),
+        lambda: osl.load(rewritten, {"w": jax.ShapeDtypeStruct((2,), np.float32)}),
+        lambda: osl.convert(rewritten, target),
+        lambda: osl.convert(rewritten, target, format="hf"),
+        lambda: inspect(str(rewritten)),
+    ):
+        with pytest.raises(osl.SafetensorsLayoutError, match="another program has") as caught:
+            use()
+        assert "lm_head.weight" in str(caught.value)
+    assert not osl.verify(rewritten).ok
+    names = {"w", "v", "lm_head.weight"}
+    assert set(osl.load(rewritten, only="*")) == names
+    assert set(osl.metadata(rewritten)) == names
+    same = osl.Mapping([osl.rule(name, osl.tensor(name)) for name in sorted(names)])
+    assert set(osl.load(rewritten, mapping=same)) == names
+    (rewritten / "orbax_safetensors_layout.json").unlink()
+    assert osl.load(rewritten)["lm_head.weight"].tolist() == [9, 9]
+
+
+def test_an_adapter_beside_a_saved_model_is_left_out_and_named(tmp_path, caplog):
+    osl.save(tmp_path, {"w": np.ones(2, np.float32)})
+    lora = {"x": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(lora, tmp_path / "adapter_model.safetensors")
+    for names in (
+        osl.load(tmp_path),
+        osl.load(tmp_path, only="*"),
+        osl.metadata(tmp_path),
+    ):
+        assert set(names) == {"w"}
+    assert "'adapter_model.safetensors' is left out" in caplog.text
+
+
+def test_an_index_of_others_does_not_hide_the_model(tmp_path, caplog):
+    model, other = {"w": np.ones(2, np.float32)}, {"x": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(model, tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(other, tmp_path / "x.safetensors")
+    index = {"metadata": {}, "weight_map": {"x": "x.safetensors"}}
+    (tmp_path / "x.safetensors.index.json").write_text(json.dumps(index))
+    assert set(osl.load(tmp_path)) == {"w"}
+    assert "'x.safetensors' is left out" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 3), (4,)])
+def test_a_file_by_itself_has_the_saved_dtypes(tmp_path, shape):
+    values = np.resize(np.array([1.5, -2, 6, 0.5], np.float32), shape)
+    osl.save(tmp_path, {"q": values.astype(ml_dtypes.float4_e2m1fn)})
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        for abstract in ({"q": jax.ShapeDtypeStruct(shape, np.float32)}, None):
+            leaf = osl.load(path, abstract)["q"]
+            np.testing.assert_array_equal(np.asarray(leaf).astype(np.float32), values)
+        assert osl.metadata(path)["q"].dtype == ml_dtypes.float4_e2m1fn
+
+
+@pytest.mark.parametrize("form", ["hf", "sharded"])
+def test_side_files_are_of_the_same_version_as_the_tensors(tmp_path, monkeypatch, form):
+    """A link that moves at any moment: one version or an error."""
+    link, real = tmp_path / "latest", os.open
+    options = osl.WriteOptions(layout=form)
+    for version in (1, 2):
+        folder = tmp_path / str(version)
+        osl.save(folder, {"w": np.full(2, version, np.float32)}, options=options)
+        (folder / "config.json").write_text(json.dumps({"version": version}))
+    moments = iter(range(10_000))
+    for moment in moments:
+        target, calls = tmp_path / f"target{moment}", 0
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / "1")
+
+        def opening(*arguments, moment=moment, **keywords):
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                (tmp_path / "new").symlink_to(tmp_path / "2")
+                (tmp_path / "new").replace(link)
+            return real(*arguments, **keywords)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", opening)
+            try:
+                if form == "hf":
+                    osl.convert(link, target, format="hf")
+                else:
+                    osl.consolidate(link, target)
+            except osl.SafetensorsLayoutError:
+                continue
+        version = json.loads((target / "config.json").read_text())["version"]
+        assert osl.load(target)["w"].tolist() == [version] * 2, moment
+        if calls < moment:
+            break
+    assert moment > 10
+
+
+def test_two_numbered_sets_of_one_name_are_refused(tmp_path):
+    for number, count in ((1, 2), (2, 2), (1, 3), (2, 3), (3, 3)):
+        tensors = {f"w{number}.{count}": np.ones(2, np.float32)}
+        file = f"model-{number:05}-of-{count:05}.safetensors"
+        safetensors.numpy.save_file(tensors, tmp_path / file)
+    with pytest.raises(osl.SafetensorsLayoutError, match="several numbered sets"):
+        osl.load(tmp_path)
+    assert not osl.verify(tmp_path).ok
