@@ -147,9 +147,8 @@ class RemoteStorage(Storage):
             if file.size is None:
                 if self._notes is not None:
                     file.noted = NotedVersion.parse(self._notes.get(file.identity))
+                    file.note = functools.partial(self._notes.set, file.identity)
                 self._retrier.run(file.open, "opening it", file.name)
-                if self._notes is not None and file.tag is not None:
-                    self._notes.set(file.identity, f"{file.size} {file.tag}")
             assert file.size is not None
             return file.size
 
@@ -167,6 +166,7 @@ class RemoteFile:
         self.size = place.size
         self.identity = place.identity
         self.noted: NotedVersion | None = None
+        self.note: Callable[[str], None] = lambda text: None
         self.tag: str | None = None  # the pinned ETag, if it is a strong one
         self.head = memoryview(b"")
         self.modified_seconds: float | None = None
@@ -263,7 +263,10 @@ class RemoteFile:
             length, total = 0, noted.size
         else:
             raise self._refusal(target, answer, start, stop)
+        is_first = self.size is None
         self._pin(target, headers, total)
+        if is_first and status == 206 and self.tag is not None:
+            self.note(f"{total} {self.tag}")
         return length
 
     def _pin(self, target: Place, headers: http.client.HTTPMessage, total: int) -> None:
@@ -280,6 +283,7 @@ class RemoteFile:
                 modified = http_date(headers.get("Last-Modified"))
                 self.modified_seconds = None if modified is None else modified.timestamp()
         if (version, total) != (expected, self.size):
+            self.note("")
             raise changed(
                 self.name,
                 f"{self.size} bytes, version {self._quoted(expected)}",

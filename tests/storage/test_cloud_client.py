@@ -21,8 +21,9 @@ POLICY = osl.RetryPolicy(attempts=3, total_seconds=9, attempt_seconds=4)
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path):
-    """An empty one, and an empty home."""
-    with mock.patch.dict(os.environ, {"HOME": str(tmp_path)}, clear=True):
+    """An empty one but for JAX, which may begin here, and an empty home."""
+    kept = {name: os.environ[name] for name in os.environ if name.startswith(("JAX_", "XLA_"))}
+    with mock.patch.dict(os.environ, {"HOME": str(tmp_path), **kept}, clear=True):
         yield os.environ
 
 
