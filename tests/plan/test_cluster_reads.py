@@ -38,5 +38,5 @@ def test_few_layers_are_read_once(cluster_reads, tmp_path, capsys, model, target
 @pytest.mark.parametrize("model", ["llama", "deepseek"])
 @pytest.mark.parametrize("target", ["plain", "maxtext"])
 def test_all_layers_are_read_once(cluster_reads, tmp_path, model, target):
-    arguments = ["--dir", str(tmp_path), "--only", model, "--targets", target]
+    arguments = ["--dir", str(tmp_path), "--only", model, "--targets", target, "--hosts", "2"]
     assert cluster_reads.main(arguments) == 0
