@@ -85,6 +85,9 @@ class PieceCatalog:
         self._choices: dict[int, bool] = {}
         self._used: set[int] = set()
         self._number_of = {name: number for number, name in enumerate(stored.tensors)}
+        self._by_class: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for name, (_, shape, number) in stored.tensors.items():
+            self._by_class.setdefault((number, shape), []).append(name)
         self._starts: dict[int, _FileStarts] = {}
 
     def prefer(self, process: int) -> None:
@@ -186,17 +189,17 @@ class PieceCatalog:
         self._visit([*lacking], keep)
 
     def _starts_in(self, file: int, header: Header) -> _FileStarts:
-        first, starts = array("q"), array("q")
-        of_class: dict[tuple[int, tuple[int, ...]], list[_Piece]] = {}
-        for name, tensor in self.stored.tensors.items():
-            key = tensor.number, tensor.shape
-            if key not in of_class:
-                of_class[key] = [piece for piece in self._pieces(tensor) if piece.file == file]
-            first.append(len(starts))
-            for piece in of_class[key]:
-                entry = header.tensors.get(_name(name, piece))
-                fits = entry and entry.shape == piece.shape and entry.dtype.code == tensor.dtype
-                starts.append(entry.start if entry and fits else -1)
+        first, starts = array("q", bytes(8 * len(self._number_of))), array("q")
+        for names in self._by_class.values():
+            tensor = self.stored.tensors[names[0]]
+            pieces = [piece for piece in self._pieces(tensor) if piece.file == file]
+            for name in names if pieces else ():
+                code = self.stored.tensors[name].dtype
+                first[self._number_of[name]] = len(starts)
+                for piece in pieces:
+                    entry = header.tensors.get(_name(name, piece))
+                    fits = entry and entry.shape == piece.shape and entry.dtype.code == code
+                    starts.append(entry.start if entry and fits else -1)
         return _FileStarts(first, starts)
 
     def _entry(self, name: str, piece: _Piece) -> TensorEntry:
