@@ -29,7 +29,7 @@ from .exchange_rounds import (
     Stage,
     plan_exchange,
 )
-from .leaf_reads import LeafRead
+from .leaf_reads import ComposedArray, LeafRead
 from .reads import ReadPlan, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads
 from .regions import ByteRegion, GatherAxis, RegionPlan, TileKey

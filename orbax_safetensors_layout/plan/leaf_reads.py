@@ -40,6 +40,13 @@ class PiecePattern:
     parts: tuple[tuple[Box, AffineView], ...]  # box and view of each
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class ComposedArray:
+    """The boxes of an array that is composed of several reads, held until all are complete."""
+
+    nbytes: int
+
+
 class LeafRead(NamedTuple):
     """One leaf and the tensors it is read from."""
 
@@ -53,6 +60,7 @@ class LeafRead(NamedTuple):
     fills: tuple[FillPiece, ...] = ()  # not read; with `sources` they cover each of `local`
     # Reads of one number are computed into one leaf; their memory is held until all are complete.
     unit: int | None = None
+    into: ComposedArray | None = None  # the array that the unit is a part of
     pattern: PiecePattern | None = None  # of `sources`, whose dtypes are then known to be `stored`
 
     @classmethod

@@ -15,7 +15,7 @@ from orbax_safetensors_layout.runtime import batches, text_table
 from .axes import TileLayout
 from .coalesce import RequestGroup, coalesced
 from .cost import Cost
-from .leaf_reads import LeafRead
+from .leaf_reads import ComposedArray, LeafRead
 from .planner import BUNDLES_IN_BUDGET, RegionPlanner
 from .regions import ByteRegion, TileKey
 
@@ -46,6 +46,13 @@ class ReadPlan:
             return read_bytes(leaf, region.layout) if region.layout.staged else 0
         return held_bytes(leaf, region)
 
+    def composed_bytes(self, array: ComposedArray | None) -> int:
+        """Return the bytes of an array that is composed, up to those that leave room for reads."""
+        if array is None or self.adopt:
+            return 0
+        room = self.memory_budget_bytes // BUNDLES_IN_BUDGET
+        return min(array.nbytes, self.memory_budget_bytes - room)
+
     @classmethod
     def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
         """Return plans that are run one after the other, as one."""
@@ -74,6 +81,7 @@ class ReadPlan:
         staged = padded = False
         touched: set[int] = set()
         opened: set[TileKey] = set()
+        composed: dict[ComposedArray, int] = {}  # and what of each the budget counts
         for group in self.groups():
             regions = group.regions
             group_read, group_requests = group.cost(self.profile)
@@ -88,14 +96,20 @@ class ReadPlan:
             opened.update(tile for tile, region in fresh.items() if region.parts > 1)
             group_held = sum(map(self._held_bytes, fresh.values()))
             held, most_held = held + group_held, max(most_held, group_held)
+            arrays = {self.leaves[region.leaf].into for region in regions}
+            composed.update((a, self.composed_bytes(a)) for a in arrays if a and not self.adopt)
         staging = staging_bytes(self.profile, padded=padded) if staged else 0
+        beyond = max((array.nbytes - n for array, n in composed.items()), default=0)
+        most_held += max(composed.values(), default=0)
+        most_held = max(self.memory_budget_bytes, most_held) + beyond
+        held += sum(array.nbytes for array in composed)
         return Cost(
             tensors=len(touched),
             needed_bytes=needed,
             read_bytes=read,
             requests=requests,
             files=len({file for file, _ in self.batches}),
-            peak_host_bytes=staging + min(held, max(self.memory_budget_bytes, most_held)),
+            peak_host_bytes=staging + min(held, most_held),
             exchanged_bytes=self.exchanged_bytes,
         )
 
@@ -141,13 +155,13 @@ def plan_reads(
             regions = planner.regions(number, leaf)
             alone = leaf.unit is None or units[leaf.unit] == 1
             for region in regions:
-                near = region.parts == 1 if adopt else len(leaf.sources) == 1
+                near = region.parts == 1 if adopt else len(leaf.sources) == 1 and not leaf.into
                 by_file = near and alone and not in_order
                 by_file = by_file or (adopt and not leaf.is_staged)
                 (whole if by_file else parts).append(region)
     # A tile that comes from many files holds its memory from its first region to its last. In the
     # order of the files all tiles would be open at once: so many are as fit a part of the budget.
-    partners = _partners(leaves, parts, memory_budget_bytes)
+    partners = _partners(leaves, parts, memory_budget_bytes, adopt=adopt)
     most_bytes = memory_budget_bytes // BUNDLES_IN_BUDGET
     bundles = [
         [region for _, regions in bundle for region in regions]
@@ -192,14 +206,23 @@ def _by_file(leaves: Sequence[LeafRead], regions: Sequence[ByteRegion]) -> Itera
 
 
 def _partners(
-    leaves: Sequence[LeafRead], regions: Sequence[ByteRegion], budget: int
+    leaves: Sequence[LeafRead], regions: Sequence[ByteRegion], budget: int, *, adopt: bool
 ) -> list[tuple[int, list[ByteRegion]]]:
-    """Return tiles with the bytes that they hold; together where the same requests serve them."""
+    """Return tiles, and arrays that are composed of several, with the bytes that they hold.
+
+    They are together where the same requests serve them.
+    """
+
+    def holder(region: ByteRegion) -> ComposedArray | TileKey:
+        into = None if adopt else leaves[region.leaf].into
+        return into or region.tile
+
     partners: list[tuple[int, list[ByteRegion]]] = []
     starts: dict[tuple[str, int], list[tuple[int, int]]] = {}  # by file and geometry
-    for _, of_tile in itertools.groupby(regions, key=lambda region: region.tile):
+    for key, of_tile in itertools.groupby(regions, key=holder):
         first, *_ = tile = list(of_tile)
         more = held_bytes(leaves[first.leaf], first)
+        more += key.nbytes if isinstance(key, ComposedArray) else 0
         file = leaves[first.leaf].sources[first.source].entry.file
         near = starts.setdefault((file, id(first.read)), [])
         at = bisect.bisect(near, (first.start, 0))

@@ -16,7 +16,7 @@ from orbax_safetensors_layout.options import KIB, MIB
 from orbax_safetensors_layout.sharding import AddressableShards
 
 from .array_source import ArraySource, LeafPlan, StoredSource
-from .leaf_reads import LeafRead
+from .leaf_reads import ComposedArray, LeafRead
 from .stored_tensors import LocatedPieces
 
 _BLOCKS_IN_BUDGET = 4  # of all boxes of a region: some are read while others are computed
@@ -82,9 +82,10 @@ class RegionReads:
             if plan.read is not None:
                 self.reads.append(plan.read)
                 self.purposes.append(ReadPurpose(number))
+            array = ComposedArray(regions[number].local.elements * regions[number].dtype.itemsize)
             for at, block in enumerate(plan.blocks):
                 unit = len(self.reads)
-                self.reads += [read._replace(unit=unit) for read in block.inputs]
+                self.reads += [read._replace(unit=unit, into=array) for read in block.inputs]
                 self.purposes += [ReadPurpose(number, at, n) for n in range(len(block.inputs))]
 
     @property

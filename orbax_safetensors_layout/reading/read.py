@@ -17,7 +17,14 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.geometry import Box, packed_box, unpack_box
-from orbax_safetensors_layout.plan import ByteRegion, ReadPlan, RequestGroup, TileKey, read_bytes
+from orbax_safetensors_layout.plan import (
+    ByteRegion,
+    ComposedArray,
+    ReadPlan,
+    RequestGroup,
+    TileKey,
+    read_bytes,
+)
 from orbax_safetensors_layout.runtime import (
     SLOT_ALIGNMENT,
     Budget,
@@ -102,6 +109,8 @@ class PlanReader:
         self._boxes: dict[tuple[int, int], np.ndarray] = {}
         self._parts_left: collections.Counter[tuple[int, int]] = collections.Counter()
         self._reserved: set[tuple[int, int]] = set()  # those whose memory is reserved
+        self._composed = collections.Counter(leaf.into for leaf in plan.leaves)  # reads to come
+        self._composing: set[ComposedArray | None] = set()  # arrays whose memory is reserved
         self._units = collections.Counter(leaf.unit for leaf in plan.leaves)  # reads to come
         self._unit_bytes: collections.Counter[int | None] = collections.Counter()
         self._bytes_read = self._num_reads = self._storage_reads = 0
@@ -195,6 +204,10 @@ class PlanReader:
         held = 0
         for region in fresh.values():
             held += self._read_bytes(region)
+            into = self._plan.leaves[region.leaf].into
+            if into not in self._composing:
+                held += self._plan.composed_bytes(into)
+                self._composing.add(into)
             if self._plan.leaves[region.leaf].is_converted:
                 boxes = {(region.leaf, member) for member in region.layout.tile.members}
                 held += sum(self._box_bytes(*box) for box in boxes - self._reserved)
@@ -309,7 +322,10 @@ class PlanReader:
 
     def _hold(self, number: int, wait: Wait | None, nbytes: int) -> None:
         """Releases the bytes of a read once its values, and those of its unit, are on their way."""
-        unit = self._plan.leaves[number].unit
+        unit, into = self._plan.leaves[number].unit, self._plan.leaves[number].into
+        self._composed[into] -= 1
+        if into in self._composing and not self._composed[into]:
+            nbytes += self._plan.composed_bytes(into)
         if unit is not None:
             self._units[unit] -= 1
             self._unit_bytes[unit] += nbytes

@@ -15,6 +15,7 @@ import orbax_safetensors_layout.reading.leaf_builder as builder_module
 
 SHAPE = (1024, 2048)
 NUMBER = 24
+STAGED = 64 << 20  # by requests in flight, at most
 STACKED = osl.Mapping(
     [osl.rule("all", osl.stack(osl.tensor("t{i}").transpose(), over="i"))],
 )
@@ -66,6 +67,43 @@ def test_memory_is_used_again_when_its_transfer_has_ended(checkpoint, monkeypatc
     assert transfers.put_bytes == total
     assert transfers.most_bytes <= budget
     assert transfers.allocated_bytes <= 3 * total // 4  # some sizes take turns
+
+
+def composed(number, rows):
+    """Leaves of tensors of two dtypes, which are composed in several blocks."""
+    half = {"a": np.float32, "b": ml_dtypes.bfloat16}
+    tensors = {
+        f"{kind}{i}": random_tensor((rows, 1024), np.dtype(dtype), i)
+        for i in range(number)
+        for kind, dtype in half.items()
+    }
+    parts = [osl.tensor("a{i}"), osl.tensor("b{i}").cast("float32")]
+    values = {
+        f"t{i}": np.concatenate([tensors[f"a{i}"], tensors[f"b{i}"].astype(np.float32)])
+        for i in range(number)
+    }
+    return tensors, osl.Mapping([osl.rule("t{i}", osl.concat(parts, 0))]), values
+
+
+@pytest.mark.parametrize("leaves_in_budget", [4, 1, 0.5])
+def test_composed_leaves_count_until_their_transfer_has_ended(
+    tmp_path, monkeypatch, leaves_in_budget
+):
+    """Where one is larger than the budget, it is alone."""
+    tensors, mapping, values = composed(12, 1024)
+    path = save(tmp_path, tensors, files=3)
+    transfers = Transfers(monkeypatch)
+    nbytes = values["t0"].nbytes
+    options = osl.ReadOptions(memory_budget_bytes=int(leaves_in_budget * nbytes))
+    tree = abstract_of(values, NamedSharding(mesh_of(x=8), P("x")))
+    loaded = osl.load(path, tree, mapping=mapping, options=options)
+    for name, value in values.items():
+        assert_same_bits(np.asarray(loaded[name]), value)
+    assert transfers.put_bytes == 12 * nbytes
+    assert transfers.most_bytes <= max(options.memory_budget_bytes, nbytes)
+    cost = osl.plan_load(path, tree, mapping=mapping, options=options).cost()
+    assert transfers.most_bytes <= cost.peak_host_bytes
+    assert cost.peak_host_bytes <= 2 * max(options.memory_budget_bytes, nbytes) + STAGED
 
 
 def test_transfers_overlap_reads(checkpoint, monkeypatch):
