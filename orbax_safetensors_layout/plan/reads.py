@@ -47,11 +47,11 @@ class ReadPlan:
         return held_bytes(leaf, region)
 
     def composed_bytes(self, array: ComposedArray | None) -> int:
-        """Return the bytes of an array that is composed, up to those that leave room for reads."""
+        """Return what the budget counts for a composed array: a part is kept for reads."""
         if array is None or self.adopt:
             return 0
-        room = self.memory_budget_bytes // BUNDLES_IN_BUDGET
-        return min(array.nbytes, self.memory_budget_bytes - room)
+        for_reads = self.memory_budget_bytes // BUNDLES_IN_BUDGET
+        return min(array.nbytes, self.memory_budget_bytes - for_reads)
 
     @classmethod
     def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
