@@ -248,7 +248,7 @@ def test_strict_refuses_what_the_tree_does_not_name(path):
         osl.load(path, {"step": int}, options=options)
     for name in ("layers.0.bias", "layers.1.kernel"):
         assert repr(name) in str(caught.value)
-    assert "Put `...` where" in str(caught.value)
+    assert "Put `...` for" in str(caught.value)
     for rest in ({"layers": ...}, {"layers": [..., {"kernel": ..., "bias": ...}]}):
         assert osl.load(path, {**rest, "step": int}, options=options)["step"] == 7
     with pytest.raises(osl.MissingTensorError, match="'stop' not found"):
