@@ -101,8 +101,29 @@ def check_against(model, folder, make_mapping, head):
     assert_same_bits(np.asarray(tree["embed_tokens.embedding"], np.float32), embedding)
 
 
+def check_logits(model, folder, make_mapping):
+    """The head that is loaded is the one that transformers makes logits with."""
+    import torch
+
+    kernel = osl.load(folder, mapping=make_mapping(folder, untie=True))["lm_head.kernel"]
+    tokens = torch.arange(8)[None] + 3
+    with torch.no_grad():
+        states = model.model(input_ids=tokens).last_hidden_state.numpy()
+        logits = model(input_ids=tokens).logits.numpy()
+    ours = states @ np.asarray(kernel)
+    if cap := getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+        ours = np.tanh(ours / cap) * cap
+    np.testing.assert_allclose(ours, logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"),
+        *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"),
+    ],
+)
 def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):
     import transformers
 
@@ -119,6 +140,7 @@ def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):
                     families.mapping(folder, untie=untie).abstract(folder)
         else:
             check_against(model, folder, families.mapping, head)
+            check_logits(model, folder, families.mapping)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -201,7 +223,6 @@ def prefix_of(folder):
 
 @pytest.mark.parametrize("outer", NESTED)
 def test_nested_flags_and_heads_against_logits(tmp_path, outer):
-    import torch
     import transformers
 
     make_mapping = getattr(families, NESTED[outer][0])
@@ -219,13 +240,7 @@ def test_nested_flags_and_heads_against_logits(tmp_path, outer):
                     make_mapping(folder).abstract(folder)
                 continue
             check_against(model, folder, make_mapping, head)
-            # The head that was compared is the one that logits are made with.
-            kernel = osl.load(folder, mapping=make_mapping(folder, untie=True))["lm_head.kernel"]
-            tokens = torch.arange(8)[None] + 3
-            with torch.no_grad():
-                states = model.model(input_ids=tokens).last_hidden_state.numpy()
-                logits = model(input_ids=tokens).logits.numpy()
-            np.testing.assert_allclose(states @ np.asarray(kernel), logits, rtol=1e-4, atol=1e-4)
+            check_logits(model, folder, make_mapping)
 
 
 @pytest.fixture(scope="module")

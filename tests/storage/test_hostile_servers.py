@@ -73,6 +73,7 @@ def check_lies(server, first_seed: int, least: int) -> None:
     print(dict(ends), sum(told.values()), "mutated answers", dict(told))
     assert ends["equal"]
     assert ends["StorageError"]
+    assert descriptors() < before[1] + 20  # of the server, too, which closes its own a little later
 
 
 class Script:
