@@ -139,10 +139,12 @@ def test_keys_of_another_implementation_are_an_error(tmp_path):
 
 
 def test_a_manifest_of_other_tensors_is_an_error(tmp_path):
-    osl.save(tmp_path, {"a": np.arange(3)})
-    safetensors.numpy.save_file({"b": np.arange(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(osl.MissingTensorError, match=r"'a' not found"):
-        osl.load(tmp_path)
+    osl.save(tmp_path, {"a": np.arange(3), "b": np.arange(3)})
+    for names, message in (("b", "'a' not found"), ("abc", "does not name.*tensor: 'c'")):
+        tensors = {name: np.arange(3) for name in names}
+        safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(osl.SafetensorsLayoutError, match=message):
+            osl.load(tmp_path)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
