@@ -34,19 +34,18 @@ import dataclasses
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import harness
 from accelerator_child import BUDGET_BYTES, Job
 from cases import CASES
 from floors import Ratio, Verdict, problem_verdicts, ratio_verdicts
 from results import AcceleratorRow as Row, Cell, Cells, Report, ratio
-from tables import heading, promises, ratio_text, seconds_text, table
+from tables import details, heading, promises, ratio_text, seconds_text, table
 
 LOADS = ("device_put", "ours", "load_file", "builtin", "ocdbt")
 SAVES = ("device_get", "ours", "ocdbt")
 CONTENDERS = tuple(dict.fromkeys(LOADS + SAVES))
-_CASE = "llama"
+_CASE, _CHILD = "llama", "accelerator_child.py"
 _WARMUP_SCALE = 0.001
 _CHECK = ("plain:dim1:cold", "transposed:fsdp:warm", "plain:dim0:save", "transposed:fsdp:save")
 _CHECK_SCALE = 0.002
@@ -70,25 +69,10 @@ def default_contenders(row: Row) -> list[str]:
     return [who for who in whos if row.way == "plain" or who not in ("builtin", "ocdbt")]
 
 
-@dataclasses.dataclass(slots=True)
-class Bench:
-    """Runs rows.
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Bench(harness.Bench):
+    """Runs rows on a `platform`, as in `Job`; `problems` say why contenders did not run."""
 
-    Attributes:
-        folder: Where the checkpoints are made and kept, and saved to.
-        scale: Of the cases' sizes.
-        repeat: Runs of each contender.
-        timeout_seconds: Of one child.
-        verify: Compare all leaves.
-        platform: As `Job.platform`.
-        problems: Why contenders did not run.
-    """
-
-    folder: Path
-    scale: float
-    repeat: int
-    timeout_seconds: float
-    verify: bool
     platform: str
     problems: list[str] = dataclasses.field(default_factory=list)
 
@@ -116,14 +100,15 @@ class Bench:
         cells = {who: Cell(problem=harness.too_large(needs[who], source)) for who in whos}
         if "ocdbt" in cells and job.task == "load" and not cells["ocdbt"].problem:
             make = dataclasses.replace(job, task="save-ocdbt")
-            _, cells["ocdbt"].problem = self._child(make)
+            _, cells["ocdbt"].problem = harness.run_child(
+                _CHILD, make, timeout_seconds=self.timeout_seconds
+            )
 
         def one(who: str) -> None:
             touch = harness.touch_bytes(needs.values())
             turn = dataclasses.replace(job, contender=who, touch_bytes=touch)
-            result, cells[who].problem = self._child(turn)
+            result = self.run_once(_CHILD, turn, row, cells[who])
             if result is not None:
-                cells[who].runs.append(result)
                 grown = result["peak_bytes"] - result["baseline_bytes"]
                 needs[who] = max(64 << 20, int(1.05 * grown))
                 seconds = result["wall_seconds"]
@@ -136,9 +121,6 @@ class Bench:
             f"{row} {who}: {cell.problem}" for who, cell in cells.items() if cell.problem
         ]
         return cells
-
-    def _child(self, job: Job) -> tuple[dict[str, float] | None, str]:
-        return harness.run_child("accelerator_child.py", job, timeout_seconds=self.timeout_seconds)
 
 
 def render(report: Report) -> str:
@@ -174,33 +156,13 @@ def _seconds(task: str, limit: str, whos: Sequence[str], rows: dict[Row, Cells])
 
 
 def _details(rows: dict[Row, Cells]) -> Iterator[str]:
-    """Everything else, a line for each contender."""
-    head = [
-        "row",
-        "contender",
-        "runs",
-        "wall s, least-most",
-        "GB/s",
-        "CPU s",
-        "host memory MB",
-        "device memory MB",
-        "arrays MB",
-    ]
-    body = [
-        [str(row), who, *_figures(cell)]
-        for row, cells in rows.items()
-        for who, cell in cells.items()
-        if cell.runs
-    ]
-    return table(head, body)
+    columns = ["GB/s", "CPU s", "host memory MB", "device memory MB", "arrays MB"]
+    return details("row", columns, rows, str, _figures)
 
 
 def _figures(cell: Cell) -> list[str]:
-    walls = [run["wall_seconds"] for run in cell.runs]
     device_peak = _device_peak(cell)
     return [
-        str(len(walls)),
-        f"{min(walls):.3g}-{max(walls):.3g}",
         f"{cell.runs[0]['tensor_bytes'] / 1e9 / (cell.seconds or 1.0):.3g}",
         f"{cell.median('cpu_seconds'):.3g}",
         f"{(cell.growth_bytes or 0.0) / 1e6:,.0f}",
@@ -245,15 +207,8 @@ def main() -> None:
     options = harness.parse(parser, CONTENDERS)
     if options.check:
         options.scale, options.repeat = _CHECK_SCALE, 1
-        options.only = options.only or [*_CHECK]
-    bench = Bench(
-        folder=options.dir,
-        scale=options.scale,
-        repeat=options.repeat,
-        timeout_seconds=options.timeout,
-        verify=options.verify or options.check,
-        platform=options.platform,
-    )
+        options.only, options.verify = options.only or [*_CHECK], True
+    bench = Bench.of(options, platform=options.platform)
 
     def run(row: Row) -> Cells:
         chosen = options.contenders or CONTENDERS

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pages
 from cases import stored_tensors
-from child import nbytes, set_pages, set_up, timed
+from child import nbytes, save_ocdbt, set_pages, set_up, timed
 
 BUDGET_BYTES = 256 << 20
 """The memory budget of this package's loads and saves."""
@@ -63,18 +63,9 @@ def main() -> None:
     """Does the job of the first argument."""
     job = Job(**json.loads(sys.argv[1]))
     set_up(job.platform)
-    do = {"load": _load, "save": _save, "save-ocdbt": _save_ocdbt}[job.task]
+    do = {"load": _load, "save": _save, "save-ocdbt": save_ocdbt}[job.task]
     print(json.dumps(do(job)), flush=True)
     os._exit(0)
-
-
-def _save_ocdbt(job: Job) -> dict[str, Any]:
-    import contenders
-
-    for source, target in ((job.warmup, job.warmup_ocdbt), (job.folder, job.ocdbt)):
-        if not Path(target).exists():
-            contenders.save_ocdbt(Path(source), Path(target), job.split)
-    return {}
 
 
 def _load(job: Job) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def main() -> None:
     """Does the job of the first argument."""
     set_up()
     job = Job(**json.loads(sys.argv[1]))
-    result = _save(job) if job.task == "save-ocdbt" else _load(job)
+    result = save_ocdbt(job) if job.task == "save-ocdbt" else _load(job)
     print(json.dumps(result), flush=True)
     # Taking down 60,000 arrays, or orbax's threads, is nobody's business here.
     os._exit(0)
@@ -85,7 +85,8 @@ def set_up(platform: str = "cpu") -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
 
 
-def _save(job: Job) -> dict[str, Any]:
+def save_ocdbt(job: Any) -> dict[str, Any]:
+    """Makes the Orbax checkpoints of a `Job`, here or of `accelerator_child`, that are missing."""
     import contenders
 
     for source, target in ((job.warmup, job.warmup_ocdbt), (job.folder, job.ocdbt)):
@@ -173,7 +174,7 @@ def _verify(
     tree: Mapping[str, jax.Array],
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     stored: Mapping[str, Stored],
-    which: str,
+    verify: str,
 ) -> int:
     """Compares arrays with the file, shard by shard; returns how many.
 
@@ -182,7 +183,7 @@ def _verify(
     """
     if set(tree) != set(stored):
         raise AssertionError(f"{len(tree)} tensors were loaded of {len(stored)}.")
-    names = list(stored) if which == "all" else spot_checks(stored)
+    names = list(stored) if verify == "all" else spot_checks(stored)
     for name in names:
         array, want, at = tree[name], abstract[name], stored[name]
         if array.dtype != want.dtype or array.shape != want.shape:

@@ -12,12 +12,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import machine
 import pages
 from cases import CASES, WARMUP, data_files, folder_name, make
-from results import Cells, Report
+from results import Cell, Cells, Report
 
 BENCHMARKS = Path(__file__).resolve().parent
 _SLOW_SECONDS = 20.0
@@ -123,6 +123,46 @@ def _turns(runs: Sequence[Mapping[str, Any]], repeat: int) -> int:
     if slowest > _VERY_SLOW_SECONDS:
         return 1
     return min(repeat, 3) if slowest > _SLOW_SECONDS else repeat
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Bench:
+    """The settings of a comparison that runs rows.
+
+    Attributes:
+        folder: Where the checkpoints are made and kept, and saved to.
+        scale: Of the cases' sizes.
+        repeat: Runs of each contender.
+        timeout_seconds: Of one child.
+        verify: Compare all tensors after each run.
+    """
+
+    folder: Path
+    scale: float
+    repeat: int
+    timeout_seconds: float
+    verify: bool
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, **more: Any) -> Self:
+        """Return what the command line asks for, and `more` fields."""
+        return cls(
+            folder=options.dir,
+            scale=options.scale,
+            repeat=options.repeat,
+            timeout_seconds=options.timeout,
+            verify=options.verify,
+            **more,
+        )
+
+    def run_once(self, script: str, job: Any, row: Any, cell: Cell) -> dict[str, Any] | None:
+        """Runs a job's contender for a row; returns the result, which its cell keeps, if any."""
+        result, cell.problem = run_child(script, job, timeout_seconds=self.timeout_seconds)
+        if result is None:
+            print(f"{row} {job.contender}: {cell.problem}", file=sys.stderr)
+        else:
+            cell.runs.append(result)
+        return result
 
 
 def run_child(

@@ -75,24 +75,10 @@ def first_guess_bytes(who: str, row: Row, tensor_bytes: int) -> int:
             return (copies + 1) * tensor_bytes
 
 
-@dataclasses.dataclass(slots=True)
-class Bench:
-    """Runs rows.
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Bench(harness.Bench):
+    """Runs rows; `keep` leaves the Orbax checkpoints for the next time."""
 
-    Attributes:
-        folder: Where the checkpoints are made and kept.
-        scale: Of the cases' sizes.
-        repeat: Runs of each contender.
-        timeout_seconds: Of one child.
-        verify: "some" or "all".
-        keep: Leave the Orbax checkpoints for the next time.
-    """
-
-    folder: Path
-    scale: float
-    repeat: int
-    timeout_seconds: float
-    verify: str
     keep: bool
 
     def run(self, row: Row, whos: Sequence[str]) -> dict[str, Cell]:
@@ -107,7 +93,7 @@ class Bench:
             warmup=str(warmup),
             warmup_ocdbt=f"{warmup}-ocdbt-{row.split}",
             touch_bytes=0,
-            verify=self.verify,
+            verify="all" if self.verify else "some",
         )
         cells = {who: Cell() for who in whos}
         tensor_bytes = sum(tensor.nbytes for tensor in CASES[row.case].tensors(self.scale))
@@ -131,14 +117,10 @@ class Bench:
         """One run of one contender; `needs` learns how much memory it took."""
         touch = 0 if row.page_state == "first" else harness.touch_bytes(needs.values())
         job = dataclasses.replace(job, contender=who, touch_bytes=touch)
-        result, cell.problem = harness.run_child(
-            "child.py", job, timeout_seconds=self.timeout_seconds
-        )
+        result = self.run_once("child.py", job, row, cell)
         if result is None:
-            print(f"{row} {who}: {cell.problem}", file=sys.stderr)
             return
         result["files"] = len(data_files(Path(job.folder)))
-        cell.runs.append(result)
         grown = result["peak_bytes"] - result["baseline_bytes"]
         needs[who] = max(64 << 20, int(1.05 * grown))
         print(
@@ -153,14 +135,7 @@ def main() -> None:
     parser = harness.parser(__doc__, CONTENDERS, "CASE[:SHARDING[:PAGES]]")
     parser.add_argument("--keep", action="store_true", help="keep the OCDBT checkpoints too")
     options = harness.parse(parser, CONTENDERS)
-    bench = Bench(
-        folder=options.dir,
-        scale=options.scale,
-        repeat=options.repeat,
-        timeout_seconds=options.timeout,
-        verify="all" if options.verify else "some",
-        keep=options.keep,
-    )
+    bench = Bench.of(options, keep=options.keep)
     harness.measure(
         options,
         list(default_rows()),

@@ -21,10 +21,8 @@ Afterwards leaves are compared with numpy's, bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import harness
 from cases import CASES
@@ -48,23 +46,8 @@ def default_rows() -> list[MappingRow]:
     return [MappingRow(case, split) for case in ("llama", "experts") for split in splits]
 
 
-@dataclasses.dataclass(slots=True)
-class Bench:
-    """Runs rows.
-
-    Attributes:
-        folder: Where the checkpoints are made and kept.
-        scale: Of the cases' sizes.
-        repeat: Runs of each contender.
-        timeout_seconds: Of one child.
-        verify: Compare all leaves.
-    """
-
-    folder: Path
-    scale: float
-    repeat: int
-    timeout_seconds: float
-    verify: bool
+class Bench(harness.Bench):
+    """Runs rows."""
 
     def run(self, row: MappingRow, whos: Sequence[str]) -> Cells:
         """All runs of a row, contenders taking turns."""
@@ -87,14 +70,9 @@ class Bench:
                 touch_bytes=harness.touch_bytes(needs.values()),
                 verify=self.verify,
             )
-            cell = cells[who]
-            result, cell.problem = harness.run_child(
-                "mapping_child.py", job, timeout_seconds=self.timeout_seconds
-            )
+            result = self.run_once("mapping_child.py", job, row, cells[who])
             if result is None:
-                print(f"{row} {who}: {cell.problem}", file=sys.stderr)
                 return
-            cell.runs.append(result)
             grown = result["peak_bytes"] - result["baseline_bytes"]
             needs[who] = max(64 << 20, 1.05 * grown)
             print(
@@ -171,13 +149,7 @@ def main() -> None:
     """Runs what the command line asks for and prints the report."""
     parser = harness.parser(__doc__, ORDER, "CASE[:SHARDING]")
     options = harness.parse(parser, ORDER)
-    bench = Bench(
-        folder=options.dir,
-        scale=options.scale,
-        repeat=options.repeat,
-        timeout_seconds=options.timeout,
-        verify=options.verify,
-    )
+    bench = Bench.of(options)
     harness.measure(
         options, default_rows(), lambda row: bench.run(row, options.contenders or ORDER), render
     )

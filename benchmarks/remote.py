@@ -17,7 +17,6 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import harness
 import pages
@@ -32,24 +31,16 @@ ROWS = tuple(RemoteRow("llama", split) for split in ("dim0", "dim1", "dim1-of-8"
 LEAST_SHARE = 0.85
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bench:
-    """Runs rows.
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Bench(harness.Bench):
+    """Runs rows, against a server of the folder.
 
     Attributes:
-        folder: Where the checkpoints are made, and served from.
-        scale: Of the cases' sizes.
-        repeat: Runs of each contender.
-        timeout_seconds: Of one child.
         latency_seconds: The server's.
         bandwidth: Bytes a second of one stream.
         streams: Requests at once.
     """
 
-    folder: Path
-    scale: float
-    repeat: int
-    timeout_seconds: float
     latency_seconds: float
     bandwidth: float
     streams: int
@@ -76,16 +67,11 @@ class Bench:
         return cells
 
     def _one(self, row: RemoteRow, job: Job, who: str, cell: Cell) -> None:
-        result, cell.problem = harness.run_child(
-            "remote_child.py",
-            dataclasses.replace(job, contender=who),
-            timeout_seconds=self.timeout_seconds,
-        )
+        job = dataclasses.replace(job, contender=who)
+        result = self.run_once("remote_child.py", job, row, cell)
         if result is None:
-            print(f"{row} {who}: {cell.problem}", file=sys.stderr)
             return
         result["share"] = result["bytes_sent"] / result["wall_seconds"] / self.limit
-        cell.runs.append(result)
         print(
             f"{row} {who}: {result['wall_seconds']:.2f} s, {result['share']:.3f}", file=sys.stderr
         )
@@ -153,11 +139,8 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4e6, help="bytes a second of a stream")
     parser.add_argument("--streams", type=int, default=16)
     options = harness.parse(parser, CONTENDERS)
-    bench = Bench(
-        folder=options.dir,
-        scale=options.scale,
-        repeat=options.repeat,
-        timeout_seconds=options.timeout,
+    bench = Bench.of(
+        options,
         latency_seconds=options.latency,
         bandwidth=options.bandwidth,
         streams=options.streams,

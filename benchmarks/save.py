@@ -42,7 +42,6 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import harness
 from cases import CASES
@@ -84,23 +83,8 @@ def first_guess_bytes(who: str, row: SaveRow, tensor_bytes: int) -> int:
     return 2 * tensor_bytes
 
 
-@dataclasses.dataclass(slots=True)
-class Bench:
-    """Runs rows.
-
-    Attributes:
-        folder: Where the checkpoints are made and kept, and saved to.
-        scale: Of the cases' sizes.
-        repeat: Runs of each contender.
-        timeout_seconds: Of one child.
-        verify: Compare everything each time.
-    """
-
-    folder: Path
-    scale: float
-    repeat: int
-    timeout_seconds: float
-    verify: bool
+class Bench(harness.Bench):
+    """Runs rows."""
 
     def run(self, row: SaveRow, whos: Sequence[str]) -> Cells:
         """All runs of a row, contenders taking turns."""
@@ -147,13 +131,9 @@ class Bench:
             touch_bytes=int(_TOUCH_FACTOR * (needs[who] + tensor_bytes)),
             verify="all" if self.verify or not cell.runs else "some",
         )
-        result, cell.problem = harness.run_child(
-            "save_child.py", job, timeout_seconds=self.timeout_seconds
-        )
+        result = self.run_once("save_child.py", job, row, cell)
         if result is None:
-            print(f"{row} {who}: {cell.problem}", file=sys.stderr)
             return
-        cell.runs.append(result)
         grown = result["peak_bytes"] - result["baseline_bytes"]
         needs[who] = max(_LEAST_TOUCH_BYTES, int(1.05 * grown))
         blocking = result["blocking_seconds"]
@@ -173,13 +153,7 @@ def main() -> None:
     """Runs what the command line asks for and prints the report."""
     parser = harness.parser(__doc__, ORDER, "CASE[:SHARDING[:ARRAYS]]")
     options = harness.parse(parser, ORDER)
-    bench = Bench(
-        folder=options.dir,
-        scale=options.scale,
-        repeat=options.repeat,
-        timeout_seconds=options.timeout,
-        verify=options.verify,
-    )
+    bench = Bench.of(options)
     harness.measure(
         options,
         list(default_rows()),

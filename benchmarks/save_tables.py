@@ -8,7 +8,7 @@ from types import MappingProxyType
 from cases import CASES
 from results import Cell, Cells, Report, SaveRow, ratio
 from save_floors import verdicts
-from tables import heading, promises, ratio_text, seconds_text, share_text, table
+from tables import details, heading, promises, ratio_text, seconds_text, share_text, table
 
 ORDER = (
     "ours",
@@ -80,12 +80,7 @@ def _ratios(rows: dict[SaveRow, Cells]) -> Iterator[str]:
 
 
 def _details(rows: dict[SaveRow, Cells]) -> Iterator[str]:
-    """Everything else, a line for each contender."""
-    head = [
-        "sharding",
-        "contender",
-        "runs",
-        "wall s, least-most",
+    columns = [
         "blocking s",
         "CPU s",
         "extra peak RSS MB",
@@ -94,22 +89,13 @@ def _details(rows: dict[SaveRow, Cells]) -> Iterator[str]:
         "by write calls / tensors",
         "to the disk / tensors",
     ]
-    body = (
-        [_label(row), who, *_figures(cells[who])]
-        for row, cells in rows.items()
-        for who in ORDER
-        if who in cells and cells[who].runs
-    )
-    return table(head, body)
+    return details("sharding", columns, rows, _label, _figures, ORDER)
 
 
 def _figures(cell: Cell) -> list[str]:
-    walls = [run["wall_seconds"] for run in cell.runs]
     tensors = cell.runs[0]["tensor_bytes"]
     blocking = cell.median("blocking_seconds")
     return [
-        str(len(walls)),
-        f"{min(walls):.3g}-{max(walls):.3g}",
         "" if blocking is None else f"{blocking:.3g}",
         f"{cell.median('cpu_seconds'):.3g}",
         f"{(cell.growth_bytes or 0.0) / 1e6:,.0f}",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from cases import CASES
 from floors import Verdict, verdicts
-from results import Cell, Report, Row, ratio
+from results import Cell, Cells, Report, Row, ratio
 
 _ORDER = ("ours", "ours-mmap", "builtin", "load_file", "idiom", "ocdbt", "odirect")
 
@@ -47,7 +48,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield f"| {' | '.join(row)} |"
 
 
-def _seconds(rows: dict[Row, dict[str, Cell]]) -> Iterator[str]:
+def _seconds(rows: dict[Row, Cells]) -> Iterator[str]:
     """Median seconds of all contenders side by side."""
     whos = [who for who in _ORDER if any(who in cells for cells in rows.values())]
     head = ["sharding, pages", *(f"{who} s" for who in whos), "builtin / ours", "load_file / ours"]
@@ -55,17 +56,35 @@ def _seconds(rows: dict[Row, dict[str, Cell]]) -> Iterator[str]:
     for row, cells in rows.items():
         times = [seconds_text(cells.get(who)) for who in whos]
         ratios = [ratio_text(ratio(cells, slow, "ours")) for slow in ("builtin", "load_file")]
-        body.append([f"{row.split}, {row.page_state}", *times, *ratios])
+        body.append([_label(row), *times, *ratios])
     return table(head, body)
 
 
-def _details(rows: dict[Row, dict[str, Cell]]) -> Iterator[str]:
-    """Everything else, a line for each contender."""
-    head = [
-        "sharding, pages",
-        "contender",
-        "runs",
-        "wall s, least-most",
+def details(
+    title: str,
+    columns: Sequence[str],
+    rows: Mapping[Any, Cells],
+    label: Callable[[Any], str],
+    figures: Callable[[Cell], Sequence[str]],
+    order: Sequence[str] = (),
+) -> Iterator[str]:
+    """A line of figures for each row and contender."""
+    body = []
+    for row, cells in rows.items():
+        for who in order or cells:
+            if who in cells and (runs := cells[who].runs):
+                walls = [run["wall_seconds"] for run in runs]
+                span = f"{min(walls):.3g}-{max(walls):.3g}"
+                body.append([label(row), who, str(len(walls)), span, *figures(cells[who])])
+    return table([title, "contender", "runs", "wall s, least-most", *columns], body)
+
+
+def _label(row: Row) -> str:
+    return f"{row.split}, {row.page_state}"
+
+
+def _details(rows: dict[Row, Cells]) -> Iterator[str]:
+    columns = [
         "CPU s",
         "peak RSS MB",
         "growth / tensors",
@@ -73,20 +92,12 @@ def _details(rows: dict[Row, dict[str, Cell]]) -> Iterator[str]:
         "read calls / files",
         "from disk / files",
     ]
-    body = []
-    for row, cells in rows.items():
-        for who in _ORDER:
-            if who in cells and cells[who].runs:
-                body.append([f"{row.split}, {row.page_state}", who, *_figures(cells[who])])
-    return table(head, body)
+    return details("sharding, pages", columns, rows, _label, _figures, _ORDER)
 
 
 def _figures(cell: Cell) -> list[str]:
-    walls = [run["wall_seconds"] for run in cell.runs]
     tensors, files = cell.runs[0]["tensor_bytes"], cell.runs[0]["file_bytes"]
     return [
-        str(len(walls)),
-        f"{min(walls):.3g}-{max(walls):.3g}",
         f"{cell.median('cpu_seconds'):.3g}",
         f"{max(run['peak_bytes'] for run in cell.runs) / 1e6:,.0f}",
         share_text(cell.growth_bytes, tensors),

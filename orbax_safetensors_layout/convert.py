@@ -112,7 +112,7 @@ def convert(
             is `"hf"` and the source is not.
         mesh: The devices that the target is cut for: axis names and sizes, or a mesh of JAX, which
             may be abstract. The chunks of an Orbax checkpoint, or the pieces of layout `sharded`,
-            are then the shards.
+            are then the shards. It does not count for format `"hf"`.
         spec: Rules such as `"'.*kernel' = fsdp,tensor"`, of which the first that matches a name
             counts, and what none matches is replicated; by default every array is split along the
             largest dimension that the mesh divides.
@@ -122,7 +122,7 @@ def convert(
         subtree: Dotted name of the part of the source's tree that is converted.
         config: The folder whose `config.json`, tokenizer and the like are put beside safetensors
             files; by default the source, if it is of Hugging Face.
-        options: Memory, dtype, format.
+        options: Memory, dtype, format, cache.
         overwrite: Replace a checkpoint that is at the target.
         restart: Drop what an interrupted call has done.
 
@@ -154,10 +154,16 @@ def convert(
     options = given_or_default(options, ConvertOptions)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(save_group(target, options, "convert"))
+        stack.enter_context(frozen_heap())
         text = os.fsdecode(source)
-        path = text if "://" in text else os.path.abspath(os.path.expanduser(text))
+        is_local = text and "://" not in text
+        path = os.path.abspath(os.path.expanduser(text)) if is_local else text
         ref = resolve_checkpoint(path, step=step, item=item)
-        reading = ReadOptions(memory_budget_bytes=options.memory_budget_bytes)
+        reading = ReadOptions(
+            memory_budget_bytes=options.memory_budget_bytes,
+            cache=options.cache,
+            cache_bytes=options.cache_bytes,
+        )
         reader = open_reader(ref, dataclasses.replace(reading, verify=True))
         stack.callback(reader.close)
         kind = format or ("orbax" if reader.kind == "hf" else "hf")
@@ -178,6 +184,9 @@ def convert(
             inverts = kind == "hf" and reader.kind != "hf" if inverse is None else inverse
             target_tree = mapped_tree(tree, mapping, inverse=inverts)
         topology = _topology(mesh, spec, processes)
+        if kind == "hf" and topology is not None:
+            logging.warning("Format 'hf' has whole tensors: mesh, spec and processes do not count.")
+            topology = None
         block_bytes = conversion_block_bytes(folder, options.memory_budget_bytes, restart=restart)
         mapping_digest = mapping and fingerprint(mapping)
         planned: Target

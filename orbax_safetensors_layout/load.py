@@ -35,6 +35,7 @@ from orbax_safetensors_layout.reading import (
     exchanging,
     fingerprint_of,
     load_group,
+    processes_per_host,
     resolve_leaves,
     steps_of,
 )
@@ -101,7 +102,8 @@ def load(
         MismatchError: Tensors are missing, unexpected (with `ReadOptions.strict`), or of another
             shape or dtype; all problems of one kind are reported together.
         StorageError: A read failed.
-        PeerError: Another process failed, did not come, or loads something else; not with `"each"`.
+        PeerError: Another process did not come, loads something else, or failed while they exchange
+            what several need; not with `"each"`.
 
     Example:
         >>> import tempfile, numpy as np, safetensors.numpy
@@ -137,9 +139,8 @@ def load_catalog(
         storage: RangeReader = catalog.storage
         if options.verify:
             storage = _verifying(catalog)
-        planned = _plan(
-            catalog, storage, abstract, mapping, only, options, ProcessShards(), devices=True
-        )
+        shards = ProcessShards(processes_per_host=processes_per_host(group, options))
+        planned = _plan(catalog, storage, abstract, mapping, only, options, shards, devices=True)
         if jax.process_count() > 1:
             _log_cost(catalog.path, ReadPlan.joined(planned.plans).cost())
         values, stats = _read(planned, options, group)
@@ -208,7 +209,7 @@ def plan_load(
     The plan is that of process `process_index`, by default this one. Shardings may be
     `NamedSharding`s over an `AbstractMesh`, for a cluster that one does not have: its devices are
     numbered in row-major order of the mesh and divided in equal blocks among `process_count`
-    processes, by default `jax.process_count()`.
+    processes, by default `jax.process_count()`. Each counts as a host of its own.
 
     Raises:
         ValueError: There is no process of that index.
@@ -232,7 +233,10 @@ def plan_catalog(
     only: str | Sequence[str] | None = None,
     options: ReadOptions,
 ) -> ReadPlan:
-    """Plans as `plan_load` does, from a catalog that is open, which stays so."""
+    """Plans as `plan_load` does, from a catalog that is open, which stays so.
+
+    The abstract tree may be parsed already, for several processes.
+    """
     storage = catalog.storage
     planned = _plan(catalog, storage, abstract, mapping, only, options, shards, devices=False)
     return ReadPlan.joined(planned.plans)
@@ -263,7 +267,8 @@ def _plan(
     tree = _abstract_tree(catalog, abstract, only, mapping, devices=devices)
     strict = options.strict and only is None  # what `only` leaves out is not unexpected
     leaves = resolve_leaves(catalog, tree, shards, mapping=mapping, strict=strict, devices=devices)
-    exchange = shards.process_index in exchanging(abstract, options, shards.process_count)
+    given = abstract.leaves if isinstance(abstract, AbstractTree) else abstract
+    exchange = shards.process_index in exchanging(given, options, shards.process_count)
     steps = steps_of(catalog, leaves, shards, options, exchange=exchange)
     reader = ArrayReader(
         storage=storage,
@@ -317,9 +322,11 @@ def _read(
 ) -> tuple[Any, ReadStats]:
     tree, leaves, steps, plans, reader = planned
     values = LeafBuilder(leaves)
-    exchange = ReplicaExchange(leaves, values, group)
     agreed = fingerprint_of(steps, leaves, options, reader.storage.kind)
     group.barrier(PLANNING, agree=agreed)
+    if not options.verify and not any(step.stage for step in steps):
+        group = ProcessGroup.alone()  # each reads by itself; checksums are checked together
+    exchange = ReplicaExchange(leaves, values, group)
     check = functools.partial(group.check, LOADING)
     done = []
     with progress_callback(options.progress) as progress:

@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -116,6 +116,17 @@ class ExchangeProfile(NamedTuple):
     round_seconds: float
     program_seconds: float  # XLA compiles it
 
+    def shared(self, processes: int) -> Self:
+        """Return that of one of so many processes on a host, if its cores do all of the work.
+
+        In a round each of them sends to each other.
+        """
+        return type(self)(
+            self.bytes_per_second / processes,
+            self.round_seconds * processes**2,
+            self.program_seconds * processes,
+        )
+
     def seconds(self, nbytes: float, rounds: int = 0, programs: int = 0) -> float:
         """Return the time of rounds in which `nbytes` are gathered."""
         return (
@@ -125,15 +136,14 @@ class ExchangeProfile(NamedTuple):
         )
 
 
-EXCHANGES: Mapping[str, ExchangeProfile] = {
-    "cpu": ExchangeProfile(bytes_per_second=2e8, round_seconds=0.02, program_seconds=0.5),
-}
+# Fitted to `benchmarks/exchange.py`: 2, 4 and 8 processes on one host of two cores.
+_CPU = ExchangeProfile(bytes_per_second=5e8, round_seconds=0.008, program_seconds=0.015)
 _ACCELERATOR = ExchangeProfile(bytes_per_second=3e9, round_seconds=0.002, program_seconds=0.2)
 
 
-def exchange_profile(platform: str = "") -> ExchangeProfile:
+def exchange_profile(platform: str = "", processes_per_host: int = 1) -> ExchangeProfile:
     """Return the cost model of the devices of a platform, as JAX names it; or of accelerators."""
-    return EXCHANGES.get(platform, _ACCELERATOR)
+    return _CPU.shared(processes_per_host) if platform == "cpu" else _ACCELERATOR
 
 
 class CacheFolder(NamedTuple):
@@ -220,8 +230,9 @@ class ReadOptions(_CheckedOptions):
             them. `"auto"`: of these for each group of tensors the one that takes less time. With
             the latter two all processes must load the same tree with the same options; `"auto"`
             waits for no others where no sharding of the tree has devices of theirs. What waits to
-            be exchanged takes at most a quarter of `memory_budget_bytes` on a host; what is being
-            exchanged takes as much on a device, or two of the largest shards.
+            be exchanged takes at most a quarter of `memory_budget_bytes` on a host, or its parts of
+            one leaf; what is being exchanged takes as much on a device, or two of the largest
+            shards.
         timeout_seconds: How long a process waits for the others at each step, unless each reads.
         mmap: Let arrays on the CPU backend adopt the mapped pages of local files where the data is
             64-byte aligned. Such a file must not be overwritten in place or truncated while an
@@ -349,6 +360,8 @@ class ConvertOptions(_CheckedOptions):
         use_compression: In format `"orbax"` whether arrays are compressed with zstd.
         verify: Read back what was written, and compare every bit with what was read.
         progress: As in `ReadOptions`.
+        cache: As in `ReadOptions`, of a source of safetensors files.
+        cache_bytes: As in `ReadOptions`.
     """
 
     memory_budget_bytes: int = 2 * GIB
@@ -361,6 +374,8 @@ class ConvertOptions(_CheckedOptions):
     verify: bool = True
     progress: bool | Callable[[Progress], None] = False
     timeout_seconds: float = 7 * 24 * 3600.0
+    cache: str | os.PathLike[str] | None = None
+    cache_bytes: int = 100 * GIB
 
 
 OptionsT = TypeVar("OptionsT", ReadOptions, WriteOptions, ConvertOptions)

@@ -211,6 +211,25 @@ def test_imports_across_rooms_come_from_a_face_and_those_within_one_are_relative
     assert not forbidden, offenders(forbidden)
 
 
+def test_tests_import_from_a_face_what_it_exports():
+    faces = {
+        f"{PACKAGE}.{room}": {
+            imported.name for imported in imports_of(room) if imported.is_relative
+        }
+        for room in MODULES
+        if is_room(room)
+    }
+    past = [
+        f"{path.name} (line {node.lineno}) imports {alias.name} from {node.module}"
+        for path in sorted(Path(__file__).parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.count(".") > 1
+        for alias in node.names
+        if alias.name in faces.get(".".join(node.module.split(".")[:2]), ())
+    ]
+    assert not past, "\n".join(past)
+
+
 def test_faces_offer_what_exists():
     """Nothing is known of a lazy name before it is asked for."""
     names = [
@@ -226,17 +245,17 @@ def test_faces_offer_what_exists():
 
 
 def test_names_are_used_once():
-    """Names of modules (but the commands of `cli`) and of public classes."""
+    """Names of modules (but the commands of `cli`), and of classes but for underscores."""
     modules = Counter(
         module.rpartition(".")[2]
         for module in HOUSE
         if part(module) != "cli" and MODULES[module].name != "__init__.py"
     )
     classes = Counter(
-        node.name
+        node.name.lstrip("_")
         for module in HOUSE
         for node in ast.parse(MODULES[module].read_text()).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in (modules + classes).items() if count > 1] == []
 

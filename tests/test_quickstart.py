@@ -15,7 +15,7 @@ import safetensors
 from checkpoints import llama_like, random_tensor, save
 from programs import REPOSITORY, program_path
 
-from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format import DTYPES
 
 EXAMPLE = REPOSITORY / "examples" / "quickstart.py"
 ROUTES = ("v0  ocp.Checkpointer", "v1  ocp.load", "v0  ocp.CheckpointManager")

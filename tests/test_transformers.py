@@ -26,7 +26,7 @@ import pytest
 import safetensors
 from checkpoints import nested
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import mesh_of
+from meshes import abstract_of, mesh_of
 from orbax_calls import installed_context, load_v1, restore_standard, restore_v0, save_standard
 from programs import run_processes
 
@@ -195,23 +195,20 @@ def sharding_of(shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
-def abstract(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding_of(tensor.shape))
-        for name, tensor in osl.metadata(folder).items()
-    }
+def sharded_tree(folder: Path) -> Any:
+    return abstract_of(osl.metadata(folder), lambda tensor: sharding_of(tensor.shape))
 
 
 def load(folder: Path) -> dict[str, jax.Array]:
-    return osl.load(folder, abstract(folder))
+    return osl.load(folder, sharded_tree(folder))
 
 
 def load_by_v0(folder: Path) -> dict[str, jax.Array]:
-    return restore_v0(folder, ocp.args.StandardRestore(abstract(folder)))
+    return restore_v0(folder, ocp.args.StandardRestore(sharded_tree(folder)))
 
 
 def load_by_v1(folder: Path) -> dict[str, jax.Array]:
-    return load_v1(folder, abstract(folder))
+    return load_v1(folder, sharded_tree(folder))
 
 
 @pytest.mark.parametrize("restore", [load, load_by_v0, load_by_v1])
@@ -257,7 +254,7 @@ def as_models(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def test_a_nested_tree(tmp_path, published, check):
-    tree = osl.load(published.folder, as_models(abstract(published.folder)))
+    tree = osl.load(published.folder, as_models(sharded_tree(published.folder)))
     osl.save(tmp_path, tree, options=SEVERAL_FILES)
     check(tmp_path, published)
 

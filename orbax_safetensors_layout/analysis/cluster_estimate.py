@@ -121,12 +121,12 @@ def estimate(
         place, kind, profile = ref.path, "local", options.profile("local")
         shares, nbytes, files = plan_orbax(ref.path, mesh, rules)
     else:
-        with Catalog.open(path) as catalog:
+        with Catalog.open(path, retries=options.retries, cache=options.cache_folder) as catalog:
             entries, place, kind = catalog.all_entries(), catalog.path, catalog.storage.kind
             profile, files = options.profile(kind), len(catalog.files)
             nbytes = sum(entry.nbytes for entry in entries.values())
             if mapping is None and abstract is None and catalog.layout == "hf":
-                shares = _plan_tensors(path, entries, mesh, rules, profile, kind, options)
+                shares = _plan_tensors(catalog, entries, mesh, rules, profile, kind, options)
             else:
                 from .tree_estimate import plan_tree
 
@@ -195,7 +195,7 @@ def _plan_cluster(
 
 
 def _plan_tensors(
-    path: str | os.PathLike[str],
+    catalog: Catalog,
     entries: dict[str, TensorEntry],
     mesh: MeshShape,
     rules: Sequence[ShardingRule],
@@ -205,7 +205,7 @@ def _plan_tensors(
 ) -> PlannedShares:
     placer = ShardingRules(rules, mesh)
     placed = [placer.place(name, entry.shape) for name, entry in entries.items()]
-    quantization = find_quantization(entries, read_configuration(path)[0])
+    quantization = find_quantization(entries, read_configuration(catalog)[0])
     special = {} if quantization is None else quantization.parameters
     parameters = {name: special.get(name, math.prod(e.shape)) for name, e in entries.items()}
     leaves = [ClusterTensor(e, p.spec) for e, p in zip(entries.values(), placed, strict=True)]

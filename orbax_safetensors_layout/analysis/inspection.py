@@ -20,6 +20,7 @@ from orbax_safetensors_layout.catalog import (
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     FormatError,
+    StorageError,
     UnsupportedDtypeError,
 )
 from orbax_safetensors_layout.format import SUFFIX, TensorEntry, dtype_from_numpy
@@ -81,7 +82,7 @@ def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = 
     with Catalog.open(path) as catalog:
         entries = catalog.all_entries()
         names = catalog.names if only is None else catalog.select(only)
-        config, problem = read_configuration(path)
+        config, problem = read_configuration(catalog)
         quantization = find_quantization(entries, config)
         if quantization is not None and quantization.problem:
             problem = quantization.problem
@@ -166,13 +167,14 @@ def dtype_code(dtype: np.dtype) -> str:
         return dtype.name
 
 
-def read_configuration(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str | None]:
+def read_configuration(catalog: Catalog) -> tuple[Mapping[str, Any], str | None]:
     """Return the model's configuration, empty where it has none, and why it cannot be read."""
+    path = catalog.path
     try:
-        return ({} if os.fspath(path).endswith(SUFFIX) else read_config(path)), None
+        return ({} if path.endswith(SUFFIX) else read_config(path, storage=catalog.storage)), None
     except CheckpointNotFoundError:
         return {}, None
-    except FormatError as error:
+    except (FormatError, StorageError) as error:
         return {}, str(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MismatchError
-from orbax_safetensors_layout.format import TensorEntry, dtype_from_numpy
+from orbax_safetensors_layout.format import TensorEntry, storage_dtype
 from orbax_safetensors_layout.load import plan_catalog
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import ReadOptions
@@ -24,7 +25,7 @@ from orbax_safetensors_layout.plan import (
     ReadPlan,
     array_sources,
 )
-from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
+from orbax_safetensors_layout.pytree import AbstractTree, dotted_name, prng, unboxed_name
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.sharding import (
     MeshShape,
@@ -43,17 +44,17 @@ _struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
 class _Leaf(NamedTuple):
-    """A leaf of the tree, with its sharding, and the rule of that unless the tree says it."""
+    """An array of the tree, keys as their data; with the rule, where the tree says no sharding."""
 
     name: str
-    struct: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype
     spec: Spec
     placed: Placed | None
 
     def shard_bytes(self, mesh: MeshShape) -> int:
-        elements = math.prod(self.struct.shape) // math.prod(map(mesh.ways, self.spec))
-        nbytes: int = elements * np.dtype(self.struct.dtype).itemsize
-        return nbytes
+        elements = math.prod(self.shape) // math.prod(map(mesh.ways, self.spec))
+        return elements * self.dtype.itemsize
 
 
 def plan_tree(
@@ -72,6 +73,7 @@ def plan_tree(
             for name, tensor in array_sources(catalog, mapping).items()
         }
     leaves, tree = _placed(abstract, ShardingRules(rules, mesh), mesh)
+    parsed = AbstractTree.parse(tree)
     by_leaves = max(_LEAST_PROCESSES, _MOST_LEAVES // max(1, len(leaves)))
     count = min(mesh.processes, most_processes, by_leaves)
     processes = tuple(number * mesh.processes // count for number in range(count))
@@ -82,12 +84,12 @@ def plan_tree(
     with frozen_heap():
         for process in processes:  # one plan in memory at a time
             shards = ProcessShards(process, mesh.processes)
-            plan = plan_catalog(catalog, tree, shards, mapping=mapping, options=options)
+            plan = plan_catalog(catalog, parsed, shards, mapping=mapping, options=options)
             costs.append(plan.cost())
             held.append(sum(leaf.local.elements for leaf in plan.leaves))
             _add_leaf_costs(worst, plan, specs)
     return PlannedShares(
-        parameters=sum(math.prod(leaf.struct.shape) for leaf in leaves),
+        parameters=sum(math.prod(leaf.shape) for leaf in leaves),
         processes=processes,
         costs=tuple(costs),
         process_parameters=tuple(held),
@@ -108,17 +110,22 @@ def mesh_of(abstract: Any) -> dict[str, int] | None:
 
 
 def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[_Leaf], Any]:
-    """Return the leaves, and the tree with a sharding at each."""
+    """Return the arrays, and the tree with a sharding at each."""
     abstract_mesh = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
     pairs, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-    leaves = []
+    leaves, structs = [], []
+
+    @functools.lru_cache(None)
+    def shared(spec: Spec) -> NamedSharding:
+        parts = PartitionSpec(*(names or None for names in spec))  # type: ignore[no-untyped-call]
+        return NamedSharding(abstract_mesh, parts)
+
     for path, leaf in pairs:
         name = unboxed_name(path) or dotted_name(path)
         shape = getattr(leaf, "shape", None)
-        if shape is None:
-            raise MismatchError(
-                "a leaf of the abstract tree has no shape", tensor=name, found=repr(leaf)
-            )
+        if shape is None:  # a value that every process reads for itself
+            structs.append(leaf)
+            continue
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             spec, placed = spec_of(sharding), None
@@ -132,19 +139,20 @@ def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[
         else:
             placed = rules.place(name, tuple(shape))
             spec = placed.spec
-        parts = PartitionSpec(*(names or None for names in spec))  # type: ignore[no-untyped-call]
-        struct = _struct(shape, leaf.dtype, sharding=NamedSharding(abstract_mesh, parts))
-        leaves.append(_Leaf(name, struct, spec, placed))
-    return leaves, jax.tree.unflatten(treedef, [leaf.struct for leaf in leaves])
+        structs.append(_struct(shape, leaf.dtype, sharding=shared(spec)))
+        data = prng.data(leaf) if prng.is_key(leaf) else leaf
+        leaves.append(_Leaf(name, tuple(data.shape), np.dtype(data.dtype), spec, placed))
+    return leaves, jax.tree.unflatten(treedef, structs)
 
 
 def _as_tensors(leaves: Sequence[_Leaf]) -> Iterator[ClusterTensor]:
     """Yields the leaves as if each were a tensor of one file."""
     start = 0
-    for name, struct, spec, _ in leaves:
-        dtype = dtype_from_numpy(np.dtype(struct.dtype))
-        stop = start + -(-math.prod(struct.shape) * dtype.bits // 8)
-        yield ClusterTensor(TensorEntry(name, dtype, tuple(struct.shape), "", start, stop), spec)
+    for name, shape, values, spec, _ in leaves:
+        size = math.prod(shape)
+        dtype = storage_dtype(values, size, tensor=name)
+        stop = start + size * dtype.bits // 8
+        yield ClusterTensor(TensorEntry(name, dtype, shape, "", start, stop), spec)
         start = stop
 
 

@@ -14,7 +14,9 @@ import numpy as np
 
 from orbax_safetensors_layout.catalog import (
     Discovery,
+    as_recorded,
     check_save,
+    check_whole,
     discover,
     read_header,
     read_manifest,
@@ -26,6 +28,7 @@ from orbax_safetensors_layout.format import (
     MANIFEST,
     SUFFIX,
     Header,
+    Manifest,
     Node,
     StoredPieces,
     TensorLeaf,
@@ -72,7 +75,8 @@ def verify(
         subtree: Dotted name of the part of the tree of `path` that is compared.
         digests: Whether to hold files against their checksums, where there are any; that reads
             all of them.
-        options: How to read: `memory_budget_bytes`, `progress` and the cost model count.
+        options: How to read: `memory_budget_bytes`, `progress`, the cost model, `retries` and
+            `cache` count. With a cache what it keeps is checked, and the rest at its place.
 
     Raises:
         CheckpointNotFoundError: A path has no checkpoint.
@@ -96,7 +100,7 @@ def verify(
     with progress_callback(options.progress) as progress:
         report = Report(ref.path, ())
         if not ref.is_orbax:
-            report = _check_files(ref.path, digests, progress)
+            report = _check_files(ref.path, digests, options, progress)
             if against is None or not report.ok:
                 return report
         from . import compare
@@ -114,8 +118,8 @@ def verify(
         )
 
 
-def _check_files(path: str, digests: bool, progress: OnProgress) -> Report:
-    storage, place = open_storage(path)
+def _check_files(path: str, digests: bool, options: ReadOptions, progress: OnProgress) -> Report:
+    storage, place = open_storage(path, retries=options.retries, cache=options.cache_folder)
     with storage:
         check = StructureCheck(storage, place)
         check.check()
@@ -160,7 +164,7 @@ class StructureCheck:
         if pieces is not None:
             self._check_pieces(pieces)
         else:
-            self._check_whole(tree)
+            self._check_whole(manifest)
         if tree is not None:
             self._check_keys(tree, pieces)
         self._check_stray(discovery)
@@ -180,7 +184,7 @@ class StructureCheck:
             digests = None if storage.is_file(folder) else read_digests(storage, folder)
         if digests is None:
             return 0
-        present = set(storage.list(folder))
+        present = storage.existing(folder, digests)
         for name in sorted(digests.keys() - present):
             self._error("digest", f"{name} is missing; it has a checksum")
         for name in map(self._name, self.headers):
@@ -261,18 +265,26 @@ class StructureCheck:
         if is_known and size != total:
             self._error("index", f"total_size of the index is {size}; the tensors have {total}")
 
-    def _check_whole(self, tree: Node | None) -> None:
+    def _check_whole(self, manifest: Manifest | None) -> None:
         """Checks tensors that are stored whole: each in one file, and those of the tree alone."""
         first: dict[str, str] = {}
         for file, header in self.headers.items():
+            if file != self.path:
+                with self._reporting("pieces"):
+                    check_whole(file, header)
             for name in header.tensors:
                 other = first.setdefault(name, file)
                 if other != file:
                     text = f"'{name}' is in both {self._name(other)} and {self._name(file)}"
                     self._error("file", text)
-        if tree is None or not self.headers:
+        if manifest is None or manifest.tree is None or not self.headers:
             return
-        named = {leaf.tensor for leaf in leaves(tree) if isinstance(leaf, TensorLeaf)}
+        with self._reporting("manifest") as on_error:
+            entries = {
+                e.name: e for header in self.headers.values() for e in header.tensors.values()
+            }
+            as_recorded(entries, manifest, join(self.path, MANIFEST), on_error)
+        named = {leaf.tensor for leaf in leaves(manifest.tree) if isinstance(leaf, TensorLeaf)}
         for name in sorted(named - first.keys()):
             self._error("manifest", f"the manifest names '{name}', which no file holds")
         for name in sorted(first.keys() - named):
@@ -320,7 +332,8 @@ class StructureCheck:
     def _check_stray(self, discovery: Discovery) -> None:
         if self.storage.is_file(self.path):
             return
+        files = {*discovery.files}
         for name in self.storage.list(self.path):
-            if name.endswith(SUFFIX) and join(self.path, name) not in discovery.files:
+            if name.endswith(SUFFIX) and join(self.path, name) not in files:
                 note = f"{name} is not a file of this checkpoint and is ignored"
                 self.findings.append(Finding("file", note, is_error=False))

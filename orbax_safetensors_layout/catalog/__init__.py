@@ -1,6 +1,6 @@
 """The tensors of a checkpoint and their bytes: files, headers, index and pieces as one catalog."""
 
-from .catalog import Catalog, read_header
+from .catalog import Catalog, as_recorded, read_header
 from .discover import (
     CheckpointRef,
     Discovery,
@@ -11,6 +11,6 @@ from .discover import (
     read_manifest,
     resolve_checkpoint,
 )
-from .piece_catalog import check_save
+from .piece_catalog import check_save, check_whole
 from .quantization import Quantization, find_quantization
 from .select import compile_pattern, select_names, suggest_names

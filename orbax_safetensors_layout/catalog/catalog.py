@@ -25,6 +25,7 @@ from orbax_safetensors_layout.format import (
     MANIFEST,
     ONE_A_BYTE,
     PREFIX_BYTES,
+    SAVE_ID,
     Header,
     Layout,
     Manifest,
@@ -49,7 +50,7 @@ from orbax_safetensors_layout.storage import (
 )
 
 from .discover import Discovery, discover, read_manifest
-from .piece_catalog import PieceCatalog
+from .piece_catalog import PieceCatalog, check_whole
 from .select import missing_names, select_names
 
 _LARGE_HEADER_BYTES = 8 * MIB
@@ -80,7 +81,11 @@ class Catalog:
             )
             self._file_of = dict.fromkeys(manifest.pieces.tensors, "")
         elif discovery.weights is None:
-            self._file_of = _file_of(self._headers.fetch(self.files), path)
+            headers = self._headers.fetch(self.files)
+            if self.files != (path,):
+                for file, header in headers.items():
+                    check_whole(file, header)
+            self._file_of = _file_of(headers, path)
         else:
             paths = {name: join(path, name) for name in discovery.weights.files}
             weight_map = discovery.weights.weight_map
@@ -199,20 +204,7 @@ class Catalog:
         if all(entry.dtype.code not in _BYTES for entry in entries.values()):
             return entries  # the manifest has nothing to say of other dtypes
         manifest = self.manifest() or self._manifest_beside()
-        dtypes = {} if manifest is None else manifest.dtypes()
-        for name in dtypes.keys() & entries.keys():
-            entry, dtype = entries[name], dtypes[name]
-            if entry.dtype.code == dtype.code:
-                entries[name] = entry._replace(dtype=dtype)
-            elif entry.dtype.code in _BYTES:
-                raise InvalidManifestError(
-                    "the manifest records a dtype that does not fit the file's code",
-                    file=self._manifest_file,
-                    tensor=name,
-                    expected=f"{dtype.code} for {dtype.numpy}",
-                    found=entry.dtype.code,
-                )
-        return entries
+        return entries if manifest is None else as_recorded(entries, manifest, self._manifest_file)
 
     def all_entries(self) -> dict[str, TensorEntry]:
         """Return the entries of all tensors, in the order of `names`; see `entries`."""
@@ -263,6 +255,7 @@ class Catalog:
         merged: dict[str, str] = {}
         for file in reversed(self.files):
             merged.update(headers[file].metadata)
+        merged.pop(SAVE_ID, None)  # of a file of pieces by itself
         return merged
 
     def select(self, patterns: str | Sequence[str]) -> list[str]:
@@ -273,6 +266,31 @@ class Catalog:
 @functools.lru_cache(1024)
 def _whole(shape: tuple[int, ...]) -> Box:
     return Box.whole(shape)
+
+
+def as_recorded(
+    entries: dict[str, TensorEntry],
+    manifest: Manifest,
+    file: str | None,
+    on_error: OnError = raise_error,
+) -> dict[str, TensorEntry]:
+    """Gives entries of a checkpoint's files the dtypes that its manifest, `file`, records."""
+    dtypes = manifest.dtypes_in_files()
+    for name in dtypes.keys() & entries.keys():
+        entry, dtype = entries[name], dtypes[name]
+        if entry.dtype.code == dtype.code:
+            entries[name] = entry._replace(dtype=dtype)
+        elif entry.dtype.code in _BYTES:
+            on_error(
+                InvalidManifestError(
+                    "the manifest records a dtype that does not fit the file's code",
+                    file=file,
+                    tensor=name,
+                    expected=f"{dtype.code} for {dtype.numpy}",
+                    found=entry.dtype.code,
+                )
+            )
+    return entries
 
 
 def _file_of(headers: Mapping[str, Header], path: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -31,7 +32,14 @@ from orbax_safetensors_layout.format import (
     parse_manifest,
     raise_error,
 )
-from orbax_safetensors_layout.storage import LocalStorage, Storage, join, open_storage, read_file
+from orbax_safetensors_layout.storage import (
+    LocalStorage,
+    Storage,
+    check_path,
+    join,
+    open_storage,
+    read_file,
+)
 
 _ORBAX_ITEM = "_METADATA"  # the file that every tree has which Orbax saved
 _ORBAX_STEP = ("_CHECKPOINT_METADATA", "orbax.checkpoint")  # the files that its steps have
@@ -43,7 +51,6 @@ _MODEL, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors"
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """Prefixes of files that PEFT, Diffusers and Mistral put beside a model's own, of any name."""
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-_MAX_NUMBERED = 100_000
 _IN_ORBAXS_FORMAT = (
     "Orbax saved it in its own format: restore it with Orbax's own handlers, for instance a manager"
     " without `handler_registry`, or make safetensors of it with `osl.convert`."
@@ -101,7 +108,7 @@ def resolve_checkpoint(
 
     The item is by default the only one, or else the usual one.
     """
-    text = os.path.expanduser(os.fsdecode(path))
+    check_path(text := os.path.expanduser(os.fsdecode(path)))
     with LocalStorage() as storage:
         if step is not None:
             text = _step_folder(storage, text, step)
@@ -322,16 +329,18 @@ def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
             )
         )
     for (stem, count), numbers in sets.items():
-        expected = range(1, int(count) + 1) if int(count) < _MAX_NUMBERED else ()
-        missing = sorted(set(expected) - numbers)
+        expected = range(1, int(count) + 1)  # however long, by the names of hostile files
+        missing = int(count) - sum(number in expected for number in numbers)
         if missing:
-            absent = [f"{number:0{len(count)}}" for number in missing]
+            absent = (f"{n:0{len(count)}}" for n in expected if n not in numbers)
+            shown = ", ".join(itertools.islice(absent, _MOST_FOUND))
+            shown += ", ..." if missing > _MOST_FOUND else ""
             on_error(
                 InvalidIndexError(
                     "the folder has no index and lacks files of a numbered set",
                     file=path,
                     expected=f"{int(count)} files {stem}-…-of-{count}{SUFFIX}",
-                    found=f"{len(missing)} missing: numbers {listed(absent)}",
+                    found=f"{missing:,} missing: numbers {shown}",
                     hint="Complete the download, or give the path of one file.",
                 )
             )

@@ -12,12 +12,14 @@ from typing import NamedTuple
 from orbax_safetensors_layout.errors import InvalidManifestError
 from orbax_safetensors_layout.format import (
     DTYPES,
+    MANIFEST,
     SAVE_ID,
     DType,
     Header,
     StoredPieces,
     StoredTensor,
     TensorEntry,
+    is_piece_file,
     piece_file_prefix,
     piece_name,
 )
@@ -39,6 +41,18 @@ def check_save(save_id: str, file: str, header: Header) -> None:
             expected=f"save {save_id}",
             found=f"save {own_id}" if own_id else "no save in its header",
             hint=_MIXED,
+        )
+
+
+def check_whole(file: str, header: Header) -> None:
+    """Raises where a file of a folder without a manifest of pieces is one of pieces."""
+    if SAVE_ID in header.metadata and is_piece_file(file):
+        raise InvalidManifestError(
+            "the file holds pieces of tensors, and no manifest beside it names them",
+            file=file,
+            expected=f"'{MANIFEST}' of the same save",
+            hint="The copy of the checkpoint may be incomplete. A file by its own path has what is"
+            " in it.",
         )
 
 
@@ -234,4 +248,6 @@ class PieceCatalog:
 
 
 def _name(name: str, piece: _Piece) -> str:
-    return name + piece.suffix if piece.suffix else piece_name(name, piece.shape, piece.box)
+    if piece.suffix or "@" not in name:
+        return name + piece.suffix
+    return piece_name(name, piece.shape, piece.box)

@@ -78,6 +78,27 @@ def _memory_budget(text: str) -> int:
     return size
 
 
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """Adds `--cache` and `--cache-bytes`; see `cache_options`."""
+    parser.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        help="keep what is read of a URL in this folder of the host, for the next time",
+    )
+    parser.add_argument(
+        "--cache-bytes",
+        type=argument(parse_size),
+        default=ReadOptions().cache_bytes,
+        metavar="SIZE",
+        help="most bytes in it; default 100GiB",
+    )
+
+
+def cache_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that `--cache` and `--cache-bytes` give."""
+    return {"cache": parsed.cache, "cache_bytes": parsed.cache_bytes}
+
+
 def add_max_file_bytes(parser: argparse.ArgumentParser, help: str) -> None:
     """Adds `--max-file-bytes`."""
     parser.add_argument(

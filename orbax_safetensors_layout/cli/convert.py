@@ -11,10 +11,12 @@ from orbax_safetensors_layout.runtime import size_text
 
 from .command import (
     Command,
+    add_cache,
     add_mapping,
     add_max_file_bytes,
     add_memory_budget,
     add_mesh,
+    cache_options,
     find_mapping,
     sharding_rules,
 )
@@ -66,6 +68,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         add(f"--no-{name}", action="store_true", help=f"of Orbax: {effect}")
     add_memory_budget(parser, "host memory to use, whatever the checkpoint's size; default 2GiB")
+    add_cache(parser)
     add("--no-verify", action="store_true", help="do not read back and compare")
     add("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
     add("--restart", action="store_true", help="drop what an interrupted conversion has done")
@@ -83,6 +86,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         use_compression=not parsed.no_compression,
         verify=not parsed.no_verify,
         progress=not output.quiet,
+        **cache_options(parsed),
     )
     done = convert(
         parsed.source,

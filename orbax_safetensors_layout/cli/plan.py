@@ -15,12 +15,14 @@ from orbax_safetensors_layout.storage import open_storage
 
 from .command import (
     Command,
+    add_cache,
     add_json,
     add_mapping,
     add_max_file_bytes,
     add_memory_budget,
     add_mesh,
     argument,
+    cache_options,
     find_mapping,
     python_object,
     sharding_rules,
@@ -80,6 +82,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         " auto, the default: what takes less time",
     )
     add_memory_budget(parser)
+    add_cache(parser)
     add("--top", type=int, default=5, help="how many costly tensors to name")
     add(
         "--compare",
@@ -165,6 +168,7 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
             bandwidth_bytes_per_second={} if bandwidth is None else {kind: float(bandwidth)},
             shared_bandwidth_bytes_per_second={} if shared is None else {kind: float(shared)},
             replicated=parsed.replicated,
+            **cache_options(parsed),
         ),
         host_bandwidth=parsed.host_bandwidth,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from orbax_safetensors_layout.analysis import ClusterEstimate
 from orbax_safetensors_layout.options import exchange_profile
@@ -40,6 +40,8 @@ _SAVE: tuple[Figure, ...] = (
     ("pieces read back", lambda cost: cost.read_bytes, size_text),
     ("files written", lambda cost: cost.files, count_text),
 )
+# Where hosts exchange tensors these are estimates.
+_ABOUT = {"requests": "requests (about)", "host memory, at most": "host memory (about)"}
 _MOST_RULES = 8
 _LEAST_SAVED = 0.05  # share of the time that is worth a conversion
 
@@ -55,9 +57,7 @@ def estimate_text(estimate: ClusterEstimate, top: int) -> str:
 def comparison_text(labels: Sequence[str], estimates: Sequence[ClusterEstimate]) -> str:
     """Format estimates, all of loads or all of saves, side by side: the maximum over hosts."""
     rows = [["devices, hosts", *(f"{e.mesh.devices:,}, {e.mesh.processes:,}" for e in estimates)]]
-    for name, of, text in _LOAD if estimates[0].saves is None else _SAVE:
-        if of is _exchanged and not any(any(map(of, e.costs)) for e in estimates):
-            continue
+    for name, of, text in _figures(estimates):
         rows.append([f"{name}, a host", *(text(max(map(of, e.costs))) for e in estimates)])
         if text is not _ratio:
             totals = (_sum(e, [*map(of, e.costs)], text) for e in estimates)
@@ -126,10 +126,8 @@ def _misfits(estimate: ClusterEstimate, top: int) -> str:
 def _table(estimate: ClusterEstimate) -> str:
     values: Sequence[float] = estimate.process_parameters
     rows = [["parameters", *_span(values, count_text), _sum(estimate, values, count_text)]]
-    for name, of, text in _LOAD if estimate.saves is None else _SAVE:
+    for name, of, text in _figures([estimate]):
         values = [of(cost) for cost in estimate.costs]
-        if of is _exchanged and not any(values):
-            continue
         total = _sum(estimate, values, text)
         if text is _ratio:
             total = text(sum(estimate.costs, Cost()).over_read)
@@ -158,6 +156,13 @@ def _sharded_saving(estimate: ClusterEstimate) -> str:
         f"stored in shards of this mesh (convert --format sharded --mesh ...): {read} read,"
         f" {exchanged} exchanged, {seconds_text(saved)} less"
     )
+
+
+def _figures(estimates: Sequence[ClusterEstimate]) -> Iterator[Figure]:
+    exchanged = any(any(map(_exchanged, estimate.costs)) for estimate in estimates)
+    for name, of, text in _LOAD if estimates[0].saves is None else _SAVE:
+        if exchanged or of is not _exchanged:
+            yield _ABOUT.get(name, name) if exchanged else name, of, text
 
 
 def _span(values: Sequence[float], text: Callable[[float], str]) -> tuple[str, str]:
@@ -286,7 +291,7 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
 def _estimated(estimate: ClusterEstimate) -> list[str]:
     """Return the names of figures that are estimates: more of them where hosts exchange tensors."""
     exchanged = any(map(_exchanged, estimate.costs))
-    return ["estimated_seconds", *["requests", "files", "peak_host_bytes"] * exchanged]
+    return ["estimated_seconds", *["requests", "peak_host_bytes"] * exchanged]
 
 
 def _sharded_document(estimate: ClusterEstimate) -> dict[str, object] | None:

@@ -8,7 +8,15 @@ import dataclasses
 from orbax_safetensors_layout.catalog import resolve_checkpoint
 from orbax_safetensors_layout.options import ReadOptions
 
-from .command import Command, add_json, add_mapping, add_memory_budget, find_mapping
+from .command import (
+    Command,
+    add_cache,
+    add_json,
+    add_mapping,
+    add_memory_budget,
+    cache_options,
+    find_mapping,
+)
 from .output import Output
 
 
@@ -20,6 +28,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--subtree", metavar="NAME", help="compare a part of PATH's tree, as params.params")
     add("--quick", action="store_true", help="do not hold files against their checksums")
     add_memory_budget(parser)
+    add_cache(parser)
     add_json(parser)
 
 
@@ -44,7 +53,9 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         subtree=parsed.subtree,
         digests=not parsed.quick,
         options=ReadOptions(
-            progress=not output.quiet, memory_budget_bytes=parsed.memory_budget_bytes
+            progress=not output.quiet,
+            memory_budget_bytes=parsed.memory_budget_bytes,
+            **cache_options(parsed),
         ),
     )
     if parsed.json:

@@ -34,7 +34,7 @@ from orbax_safetensors_layout.plan import (
     array_sources,
 )
 from orbax_safetensors_layout.pytree import decode_treedef, dotted_name
-from orbax_safetensors_layout.reading import ArrayReader, VerifyingReader
+from orbax_safetensors_layout.reading import ArrayReader, VerifyingReader, check_holdable
 from orbax_safetensors_layout.storage import RangeReader
 
 from .target import LeafRegion
@@ -201,7 +201,7 @@ class SafetensorsReader:
         mapping: LeafMapping | None = None,
         is_flat: bool = False,
     ) -> None:
-        self._catalog = Catalog.open(path, retries=options.retries)
+        self._catalog = Catalog.open(path, retries=options.retries, cache=options.cache_folder)
         self.path, self.storage = self._catalog.path, self._catalog.storage
         self.verifying = VerifyingReader.open(self.storage, self.path) if options.verify else None
         self._storage: RangeReader = self.verifying or self.storage
@@ -238,6 +238,7 @@ class SafetensorsReader:
 
     def _array(self, leaf: TensorLeaf) -> SourceArray:
         source = self._sources[leaf.tensor]
+        check_holdable(source.shape, source.dtype, file=source.file, tensor=leaf.tensor)
         return SourceArray(
             leaf.tensor, leaf.tensor, source.shape, source.dtype, leaf.kind, leaf.key_impl
         )
@@ -245,7 +246,8 @@ class SafetensorsReader:
     def identity(self) -> str:
         storage = self._catalog.storage
         entries = [s.entry for s in self._sources.values() if isinstance(s, StoredSource)]
-        files = [(f, storage.size(f), storage.modified_seconds(f)) for f in self._catalog.files]
+        keys = ((file, storage.content_key(file)) for file in self._catalog.files)
+        files = [(f, k or (storage.size(f), storage.modified_seconds(f))) for f, k in keys]
         return hashlib.sha256("".join(map(repr, (entries, *files))).encode()).hexdigest()
 
     def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays:

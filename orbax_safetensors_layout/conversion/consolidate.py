@@ -10,17 +10,17 @@ from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format import (
     DTYPES,
-    PACKED,
     Container,
     DType,
     NewTensor,
     Node,
     TensorLeaf,
-    dtype_from_numpy,
+    storage_dtype,
 )
 from orbax_safetensors_layout.options import WriteOptions, given_or_default
 from orbax_safetensors_layout.plan import plan_consolidation
 from orbax_safetensors_layout.reading import VerifyingReader
+from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
 from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import LocalStorage, finish_interrupted
@@ -70,6 +70,7 @@ def consolidate(
     options = given_or_default(options, WriteOptions)
     with (
         save_group(path if target is None else target, options) as group,
+        frozen_heap(),
         Catalog.open(path, retries=options.retries) as catalog,
     ):
         manifest = catalog.manifest()
@@ -95,9 +96,10 @@ def consolidate(
         )
         entries = catalog.all_entries()
         packed = {  # tensors whose sub-byte elements are stored one a byte
-            name: dtype_from_numpy(entry.dtype.numpy)
+            name: dtype
             for name, entry in entries.items()
-            if entry.dtype.numpy in PACKED and math.prod(entry.shape) % 8 == 0
+            if entry.dtype.one_a_byte
+            and (dtype := storage_dtype(entry.dtype.numpy, math.prod(entry.shape))).packed
         }
         shards = ProcessShards()
         plan = plan_consolidation(

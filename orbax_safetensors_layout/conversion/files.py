@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import os
 import threading
 import zlib
@@ -19,6 +19,7 @@ from orbax_safetensors_layout.format import (
     NO_SAVE_ID,
     ONE_A_BYTE,
     ByteRange,
+    DType,
     Manifest,
     RangeChecksums,
     dump_digests,
@@ -26,7 +27,7 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan import LeafWrite, plan_all_writes
+from orbax_safetensors_layout.plan import plan_all_writes
 from orbax_safetensors_layout.reading import file_crc32
 from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import (
@@ -42,7 +43,7 @@ from .target import FINISHED, LeafRegion, TargetArray
 from .target_tree import Topology, arrays_in, stand_ins
 
 
-class _Place(NamedTuple):
+class _FileOffset(NamedTuple):
     file: str
     start: int  # first byte of a row-major box of a tensor
 
@@ -66,31 +67,32 @@ class FilesTarget:
         sidecar_files: Mapping[str, bytes],
     ) -> None:
         processes = 1 if topology is None else topology.mesh.processes
-        in_pieces = options.layout == "sharded"
+        is_recorded = is_tree or options.layout == "sharded"
         prepared = PreparedTree.parse(
-            stand_ins(tree, topology if in_pieces else None),
+            stand_ins(tree, topology),
             options=options,
             shards=ProcessShards(0, processes),
+            is_recorded=is_recorded,
         )
         plan = plan_all_writes(prepared.leaves, options=options, process_count=processes)
         plan = plan.stamped(identity[: len(NO_SAVE_ID)])
         arrays = {array.name: array for array in arrays_in(tree)}
         names = [written.tensor.name for written in prepared.leaves]
         self.leaves: Sequence[TargetArray] = [
-            dataclasses.replace(arrays[written.tensor.name], dtype=_values_dtype(written))
+            arrays[written.tensor.name].valued(_values_dtype(written.values, written.tensor.dtype))
             for written in prepared.leaves
         ]
         self._layout = options.layout
         self._layouts = {file.name: file.layout for file in plan.own}
         self._dtypes = {written.tensor.name: written.tensor.dtype for written in prepared.leaves}
-        self._boxes: dict[str, dict[Box, list[_Place]]] = {name: {} for name in names}
+        self._boxes: dict[str, dict[Box, list[_FileOffset]]] = {name: {} for name in names}
         for file in plan.own:
             for part in file.parts:
                 places = self._boxes[names[part.leaf]].setdefault(part.tile.box, [])
-                places.append(_Place(file.name, part.start))
-        self._places: dict[tuple[str, Box], list[_Place]] = {}  # of regions
+                places.append(_FileOffset(file.name, part.start))
+        self._places: dict[tuple[str, Box], list[_FileOffset]] = {}  # of regions
         self._small_files = {**sidecar_files, **plan.index()}
-        if is_tree or in_pieces:
+        if is_recorded:
             manifest = Manifest(
                 options.layout,
                 prepared.node,
@@ -116,7 +118,9 @@ class FilesTarget:
             for rows in row_blocks(outer.shape, 8 * leaf.dtype.itemsize, most_bytes, group):
                 box = rows.shifted(outer.start)
                 regions.append(LeafRegion(leaf, box))
-                self._places[leaf.name, box] = [_Place(f, start + begin) for f, start in places]
+                self._places[leaf.name, box] = [
+                    _FileOffset(f, start + begin) for f, start in places
+                ]
                 begin += rows.size * dtype.bits // 8
         return regions
 
@@ -133,7 +137,7 @@ class FilesTarget:
     def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         for region, value in zip(regions, values, strict=True):
             dtype = self._dtypes[region.leaf.name]
-            stored = value.astype(dtype.numpy) if value.dtype.name in NARROW_INTEGERS else value
+            stored = value.astype(dtype.numpy) if _is_narrow(value.dtype) else value
             data = stored.reshape(-1).view(np.uint8)
             if dtype.packed:
                 data = pack_bits(data, dtype.bits)
@@ -185,8 +189,14 @@ class FilesTarget:
         flush_folder(self._finished)
 
 
-def _values_dtype(leaf: LeafWrite) -> np.dtype:
-    one_a_byte = ONE_A_BYTE.get(leaf.values.name)
-    if one_a_byte is not None and one_a_byte.code == leaf.tensor.dtype.code:
-        return leaf.values
-    return leaf.tensor.dtype.numpy
+@functools.lru_cache
+def _values_dtype(values: np.dtype, stored: DType) -> np.dtype:
+    one_a_byte = ONE_A_BYTE.get(values.name)
+    if one_a_byte is not None and one_a_byte.code == stored.code:
+        return values
+    return stored.numpy
+
+
+@functools.lru_cache
+def _is_narrow(dtype: np.dtype) -> bool:
+    return dtype.name in NARROW_INTEGERS

@@ -18,7 +18,7 @@ class LeafGroup(NamedTuple):
     """Regions of leaves, in the order in which they are written."""
 
     regions: tuple[LeafRegion, ...]
-    staged: tuple[SourceArray, ...] = ()  # read as a whole first; none: regions are read directly
+    spooled: tuple[SourceArray, ...] = ()  # read whole first; none: regions are read directly
     is_assembled: bool = False  # whether regions are taken out of leaves when these are whole
     number: int = 0
 
@@ -29,7 +29,7 @@ class LeafGroup(NamedTuple):
     @property
     def held_bytes(self) -> int:
         """Bytes in memory at once, unless they are more than fit."""
-        return max(self.nbytes, sum(array.nbytes for array in self.staged))
+        return max(self.nbytes, sum(array.nbytes for array in self.spooled))
 
 
 def make_groups(
@@ -42,11 +42,11 @@ def make_groups(
     """Groups regions of leaves, up to `most_bytes`, to read every byte of the source once."""
     groups: list[LeafGroup] = []
     parts = _parts(source, arrays, leaves, regions)
-    for _, run in itertools.groupby(parts, lambda part: (bool(part.staged), part.is_assembled)):
+    for _, run in itertools.groupby(parts, lambda part: (bool(part.spooled), part.is_assembled)):
         for batch in batches(run, lambda part: part.held_bytes, most_bytes):
             together = tuple(region for part in batch for region in part.regions)
-            staged = tuple(array for part in batch for array in part.staged)
-            groups.append(LeafGroup(together, staged, batch[0].is_assembled, len(groups)))
+            spooled = tuple(array for part in batch for array in part.spooled)
+            groups.append(LeafGroup(together, spooled, batch[0].is_assembled, len(groups)))
     return groups
 
 

@@ -12,7 +12,7 @@ from orbax_safetensors_layout.format import ByteRange, short_repr
 from orbax_safetensors_layout.storage import storage_errors
 
 _PREFIX, _SUFFIX = "journal-", ".jsonl"
-_VERSION = 5
+_VERSION = 6
 _DIFFERENCES = {
     "version": "by another version of this package",
     "source": "of another checkpoint, or of one that has changed since",
@@ -87,7 +87,9 @@ class Journal:
             self._write(json.dumps([number, *group]))
 
     def _write(self, line: str) -> None:
-        os.write(self._fd, f"{line}\n".encode())
+        data = f"{line}\n".encode()
+        while data:  # a full disk takes the first bytes alone, without an error
+            data = data[os.write(self._fd, data) :]
         os.fsync(self._fd)
 
     def close(self) -> None:

@@ -92,8 +92,11 @@ class Conversion:
         self._groups = make_groups(self.source, self.arrays, target.leaves, regions, most)
         self.nbytes = sum(group.nbytes for group in self._groups)
         groups = hashlib.sha256()
+        for leaf in target.leaves:
+            groups.update(repr(leaf).encode())
         for group in self._groups:
-            groups.update(repr(group).encode())
+            boxes = [(leaf.name, *box) for leaf, box in group.regions]
+            groups.update(repr((boxes, *group[1:])).encode())
         arguments = repr((self.arguments, target.describe()))
         self._journal = Journal(
             self._workspace,
@@ -184,7 +187,7 @@ class Conversion:
                     ) as blocks:
                         digests = _digests(blocks, report, self.target.write)
                     self.target.flush()
-                    read = [] if verifying is None else verifying.read.take()
+                    read = [] if verifying is None else verifying.checksums.take()
                     written = [] if self.target.written is None else self.target.written.take()
                     self._journal.add(group.number, WrittenGroup(digests, read, written))
         finally:

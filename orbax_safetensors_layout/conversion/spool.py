@@ -3,7 +3,7 @@
 Regions that cannot be read by themselves are taken from a spool: memory, or a temporary file beside
 the target where it would not fit.
 
-- `_staged` holds arrays of a source that is read in whole chunks, or by several leaves.
+- `_spooled` holds arrays of a source that is read in whole chunks, or by several leaves.
 - `_assembled` holds leaves of a target whose regions lie across what they come from. A region of a
   transposed or stacked leaf may take a little of every row of its source. Read by itself each
   region would then read all of it. So the leaf is read in blocks that the source has in one place,
@@ -51,10 +51,10 @@ def group_blocks(
     Up to `most_bytes` of a spool are in memory, more in the file `spool`.
     """
     names = dict.fromkeys(name for region in group.regions for name in region.leaf.sources)
-    readable = None if group.staged else source.readable([arrays[name] for name in names])
+    readable = None if group.spooled else source.readable([arrays[name] for name in names])
     if readable is None:
-        with _staged(source, group.staged, spool, most_bytes, block_bytes) as staged:
-            yield _read(staged, group.regions, block_bytes)
+        with _spooled(source, group.spooled, spool, most_bytes, block_bytes) as spooled:
+            yield _read(spooled, group.regions, block_bytes)
     elif group.is_assembled:
         most_bytes //= 2  # what is decoded or cast is there twice for a while
         with _assembled(readable, group.regions, spool, most_bytes, block_bytes) as blocks:
@@ -83,7 +83,7 @@ def _spool_file(
 
 
 @contextlib.contextmanager
-def _staged(
+def _spooled(
     source: CheckpointReader,
     arrays: Sequence[SourceArray],
     spool: str,

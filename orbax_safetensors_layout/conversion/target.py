@@ -35,6 +35,10 @@ class TargetArray:
         """Names of the source's arrays that it takes."""
         return (self.made_of,) if isinstance(self.made_of, str) else self.made_of.sources()
 
+    def valued(self, dtype: np.dtype) -> TargetArray:
+        """Return the array with values of a dtype."""
+        return self if self.dtype == dtype else dataclasses.replace(self, dtype=dtype)
+
 
 class LeafRegion(NamedTuple):
     """A box of an array of a target."""

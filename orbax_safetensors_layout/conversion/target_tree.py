@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,6 +124,10 @@ def arrays_in(tree: Any) -> list[TargetArray]:
 def stand_ins(tree: Any, topology: Topology | None) -> Any:
     """Return a target's tree with arrays without values, for what looks at shapes, dtypes alone."""
 
+    @functools.lru_cache
+    def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
     def stand_in(leaf: Any) -> Any:
         if not isinstance(leaf, TargetArray):
             return leaf
@@ -133,7 +138,7 @@ def stand_ins(tree: Any, topology: Topology | None) -> Any:
             return _struct(keys.shape, keys.dtype, sharding=sharding)
         if sharding is not None or leaf.kind == "jax":
             return _struct(leaf.shape, leaf.dtype, sharding=sharding)
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+        return zeros(leaf.shape, leaf.dtype)
 
     structs = jax.tree.map(stand_in, tree)
     if topology is not None:

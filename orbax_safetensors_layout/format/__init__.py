@@ -48,6 +48,7 @@ from .pieces import (
     StoredBox,
     StoredPieces,
     StoredTensor,
+    is_piece_file,
     piece_file_prefix,
     piece_name,
 )

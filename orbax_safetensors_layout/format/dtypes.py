@@ -124,8 +124,30 @@ def dtype_from_numpy(dtype: np.dtype[Any], *, tensor: str | None = None) -> DTyp
     return known
 
 
-def storage_dtype(dtype: np.dtype[Any], *, pack: bool = True, tensor: str | None = None) -> DType:
-    """Return the dtype in files: integers, without `pack` also floats, of 1 to 7 bits are bytes."""
-    if dtype in SUB_BYTE and not (pack and dtype in PACKED):
-        return DTYPES[ONE_A_BYTE[dtype.name].code]
-    return dtype_from_numpy(dtype, tensor=tensor)
+def storage_dtype(
+    dtype: np.dtype[Any],
+    size: int,
+    *,
+    pack: bool = True,
+    is_recorded: bool = True,
+    tensor: str | None = None,
+) -> DType:
+    """Return the dtype in files of `size` elements; those of 1 to 7 bits may be stored one a byte.
+
+    Integers are; floats without `pack`, and where they would not fill whole bytes. Floats so stored
+    are refused unless the manifest records their dtype.
+    """
+    if dtype not in SUB_BYTE:
+        return dtype_from_numpy(dtype, tensor=tensor)
+    if dtype in PACKED:
+        packed = _BY_NUMPY[dtype]
+        if pack and size * packed.bits % 8 == 0:
+            return packed
+        if not is_recorded:
+            raise UnsupportedDtypeError(
+                "the elements do not fill whole bytes, as the safetensors format asks",
+                tensor=tensor,
+                expected=f"a multiple of 8 bits, or another dtype than {packed.code}",
+                found=f"{size} elements of {packed.bits} bits",
+            )
+    return DTYPES[ONE_A_BYTE[dtype.name].code]

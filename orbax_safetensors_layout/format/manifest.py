@@ -12,7 +12,7 @@ from orbax_safetensors_layout.errors import InvalidManifestError
 
 from . import strict_json
 from .dtypes import ONE_A_BYTE, DType
-from .pieces import StoredPieces, dump_pieces, parse_pieces
+from .pieces import StoredPieces, dump_pieces, parse_pieces, piece_name
 from .schema import Schema, short_repr
 from .tree import Node, TensorLeaf, ValueLeaf, dump_tree, leaf_names, leaves, parse_tree
 
@@ -81,6 +81,17 @@ class Manifest:
             leaf.tensor: ONE_A_BYTE[leaf.dtype]
             for leaf in (() if self.tree is None else leaves(self.tree))
             if isinstance(leaf, TensorLeaf) and leaf.dtype is not None
+        }
+
+    def dtypes_in_files(self) -> dict[str, DType]:
+        """Return `dtypes` by the names that tensors, or their pieces, have in the files."""
+        dtypes, pieces = self.dtypes(), self.pieces
+        if pieces is None:
+            return dtypes
+        return {
+            piece_name(name, pieces.tensors[name].shape, box): dtype
+            for name, dtype in dtypes.items()
+            for box in pieces.boxes(name)
         }
 
     def values(self) -> dict[str, bool | int | float | str]:

@@ -72,6 +72,11 @@ def piece_file_prefix(process: int) -> str:
     return f"shard-{process + 1:05}-of-"
 
 
+def is_piece_file(name: str) -> bool:
+    """Whether a file's name is one that a save gives to files of pieces."""
+    return re.search(r"shard-\d{5,}-of-\d{5,}\.safetensors\Z", name) is not None
+
+
 def dump_pieces(pieces: StoredPieces) -> dict[str, object]:
     """Return the pieces as a JSON value."""
     document: dict[str, object] = {} if pieces.save_id is None else {"save": pieces.save_id}

@@ -1,5 +1,5 @@
 """Index arithmetic: boxes of an array and their byte runs in a file. No I/O, no JAX."""
 
 from .affine import AffineView, Gather, Ints, StridedRuns, filled_boxes, row_major_strides
-from .box import Box, Tile, chunk_parts, cover, cut, replaced, row_blocks, tile
+from .box import MAX_RANK, Box, Tile, chunk_parts, cover, cut, replaced, row_blocks, tile
 from .packing import pack_bits, packed_box, unpack_box

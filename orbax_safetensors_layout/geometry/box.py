@@ -6,9 +6,12 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+MAX_RANK = 64
+"""The most dimensions of numpy's arrays."""
 
 
 def replaced(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
@@ -28,11 +31,11 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(map(operator.sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -54,6 +57,12 @@ class Box(NamedTuple):
     def shifted(self, offset: Sequence[int]) -> Box:
         start = tuple(map(operator.add, self.start, offset))
         return Box(start, tuple(map(operator.add, self.stop, offset)))
+
+    def view_of(self, values: np.ndarray, outer: Box) -> np.ndarray:
+        """Return a view of this box of the values that `outer` has."""
+        place: tuple[Any, ...] = (*self.within(outer).slices, ...)  # a view of 0-d values, too
+        part: np.ndarray = values[place]
+        return part
 
     def contains(self, other: Box) -> bool:
         return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from orbax_safetensors_layout.lazy import lazy_exports
 
 from .affine.bound import BoundExpr, Valued, WholeTensor
-from .affine.index_nodes import Decoded, row_major
+from .affine.index_nodes import row_major
 from .affine.leaf_pieces import (
     AffinePiece,
     DecodedPiece,
@@ -30,7 +30,7 @@ from .casting import (
 from .expr.choices import check_left_out
 from .expr.concat_stack import concat, stack
 from .expr.expression import Expr, fill, tensor
-from .expr.opaque_ops import Whole, opaque
+from .expr.opaque_ops import is_opaque, opaque
 from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
 from .expr.values import Cast, ValueOp, apply_ops, in_chunks
 from .matching import rule

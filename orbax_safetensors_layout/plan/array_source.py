@@ -13,21 +13,27 @@ import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.format import ONE_A_BYTE, SUB_BYTE, TensorEntry
-from orbax_safetensors_layout.geometry import Box, StridedRuns, Tile, row_major_strides, tile
+from orbax_safetensors_layout.geometry import (
+    AffineView,
+    Box,
+    StridedRuns,
+    Tile,
+    row_major_strides,
+    tile,
+)
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
     BoundExpr,
-    Decoded,
     DecodedPiece,
     FillPiece,
     Mapping,
     Piece,
     TensorSpecs,
     ValueOp,
-    Whole,
     WholeTensor,
     affine_pieces,
     check_mapping,
+    is_opaque,
 )
 from orbax_safetensors_layout.sharding import AddressableShards
 
@@ -38,11 +44,9 @@ _MOST_SPLIT = 8  # a read straight into place is worth this many times as many p
 
 
 class ComposedBlock(NamedTuple):
-    """A part of a box that is composed of several arrays, after they have been read."""
+    """A part of some boxes that is composed of several arrays, after they have been read."""
 
-    number: int  # number of the box among those of the region
-    whole: Box  # the box
-    box: Box  # the part of it
+    tile: Tile  # its members are numbers of boxes of the region, of which it has a part
     pieces: tuple[Piece, ...]
     inputs: tuple[LeafRead, ...]  # the reads of its affine pieces, in their order
 
@@ -94,12 +98,15 @@ class StoredSource(NamedTuple):
 
     def strides(self, box: Box) -> tuple[int, ...]:
         """Return bytes from one element to the next along each dimension of a box."""
-        bits = self.entry.dtype.bits
-        return tuple(-(-stride * bits // 8) for stride in row_major_strides(self.shape))
+        return _byte_strides(self.shape, self.entry.dtype.bits)
 
     def joint_axes(self, box: Box, strides: Sequence[int]) -> tuple[int, ...]:
         """Return the dimensions of a box that are read as a whole, whatever part is needed."""
         return ()
+
+    def is_decoded(self, box: Box) -> bool:
+        """Whether values of a box are composed of several reads."""
+        return False
 
     def plan(
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
@@ -148,6 +155,8 @@ class MappedSource(NamedTuple):
     def stored_bytes(self) -> int:
         """Bytes that it takes in the files: at most all of its tensors, and their elements."""
         entries = [self.tensors[name] for name in self.bound.sources()]
+        if not entries:
+            return 0
         elements = math.prod(self.shape) * entries[0].dtype.bits // 8
         return min(elements, sum(entry.nbytes for entry in entries))
 
@@ -168,9 +177,8 @@ class MappedSource(NamedTuple):
 
         They are infinite between tensors; None where nothing is read, or always all.
         """
-        corner = Box(box.start, tuple(start + 1 for start in box.start))
-        pieces = self.bound.pull_back(corner, factored=True)
-        if any(isinstance(p, DecodedPiece) and isinstance(p.decoder, Whole) for p in pieces):
+        pieces = self._first(box)
+        if is_opaque(pieces):
             return None
         first = next(affine_pieces(pieces), None)
         if first is None:  # it begins with a fill
@@ -202,28 +210,31 @@ class MappedSource(NamedTuple):
             if box.shape[axis] > 1 and 4 * self._taken_bytes(slab) > 3 * whole
         )
 
+    def is_decoded(self, box: Box) -> bool:
+        """Whether values of a box are composed of several reads."""
+        return any(isinstance(piece, DecodedPiece) for piece in self._first(box))
+
     def plan(
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
     ) -> LeafPlan:
         """Plan a read straight into place where possible, else composed parts of `block_bytes`."""
-        pieces = self._pieces([joined.box for joined in tile(local.boxes)])
+        tiles = tile(local.boxes)
+        is_decoded = any(self.is_decoded(joined.box) for joined in tiles)
+        pieces = [] if is_decoded else self._pieces([joined.box for joined in tiles])
         affine = [piece for piece in pieces if isinstance(piece, AffinePiece)]
         fills = [piece for piece in pieces if isinstance(piece, FillPiece)]
         formats = {(self.tensors[piece.source].dtype, piece.ops) for piece in affine}
         is_whole = len(affine) + len(fills) == len(pieces) and not _is_factored(affine)
-        if is_whole and len(formats) == 1:
+        if is_whole and len(formats) == 1:  # none where pieces are decoded
             ((stored, ops),) = formats
             # Beside values that are read, fills need whole bytes, and no cast.
             if not fills or (not stored.packed and dtype == self.dtype):
                 read = self._read(name, self.shape, affine, local, dtype)
                 return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
-        blocks = [
-            [(n, box, part) for part in self._parts(box, block_bytes)]
-            for n, box in enumerate(local.boxes)
-        ]
-        # The first of all boxes, then the second of all: neighbours in the file come together.
+        blocks = [self._parts(joined, block_bytes) for joined in tiles]
+        # The first of all tiles, then the second of all: neighbours in the file come together.
         in_turn = [block for row in itertools.zip_longest(*blocks) for block in row if block]
-        return LeafPlan(None, blocks=tuple(self._compose(name, *block) for block in in_turn))
+        return LeafPlan(None, blocks=tuple(self._compose(name, block) for block in in_turn))
 
     def needs(self, plan: LeafPlan) -> Iterator[tuple[str, Box]]:
         """Yields the pieces of tensors, by the tensor's name, that a plan reads."""
@@ -247,19 +258,28 @@ class MappedSource(NamedTuple):
         blocks = [b._replace(inputs=tuple(map(located, b.inputs))) for b in plan.blocks]
         return plan._replace(read=read, blocks=tuple(blocks))
 
-    def _parts(self, box: Box, most_bytes: int) -> Iterator[Box]:
-        """Yields a box in parts, near together in the files, of bounded values and inputs."""
-        nodes = self.bound.nodes()
-        whole = any(isinstance(n, Decoded) and isinstance(n.decoder, Whole) for n in nodes)
-        if whole or box.size * self.dtype.itemsize <= most_bytes // 4:
-            yield box
+    def _parts(self, joined: Tile, most_bytes: int) -> Iterator[Tile]:
+        """Yields a tile in parts, near together in the files, of bounded values and inputs."""
+        box = joined.box
+        if is_opaque(self.bound.nodes()) or box.size * self.dtype.itemsize <= most_bytes // 4:
+            yield joined
             return
-        nbytes = max(self._taken_bytes(box), box.size * self.dtype.itemsize)
-        most = box.size * most_bytes // nbytes
         distances = [self._distance(box, axis) for axis in range(len(box.start))]
+        ends = [box, box]  # of axes along which each index is in other tensors
+        for axis, distance in enumerate(distances):
+            if math.isinf(distance):
+                low, high = box.start[axis], box.stop[axis]
+                ends = [ends[0].along(axis, low, low + 1), ends[1].along(axis, high - 1, high)]
+        taken = max(map(self._taken_bytes, ends)) * box.size // ends[0].size
+        nbytes = max(taken, box.size * self.dtype.itemsize)
+        most = box.size * most_bytes // nbytes
         axes = sorted(range(len(distances)), key=distances.__getitem__, reverse=True)
-        for slab in Tile.alone(box).slabs(max(1, most), axes=axes):
-            yield slab.box
+        yield from joined.slabs(max(1, most), axes=axes)
+
+    def _first(self, box: Box) -> tuple[Piece, ...]:
+        """Return the pieces of the first element of a box, if it has any."""
+        stop = tuple(min(a + 1, b) for a, b in zip(*box, strict=True))
+        return self.bound.pull_back(Box(box.start, stop), factored=True)
 
     def _taken_bytes(self, box: Box) -> int:
         pieces = affine_pieces(self.bound.pull_back(box, factored=True))
@@ -268,10 +288,9 @@ class MappedSource(NamedTuple):
 
     def _distance(self, box: Box, axis: int) -> float:
         """Return how far apart in the files the ends of an axis of a box are."""
-        first = Box(box.start, tuple(start + 1 for start in box.start))
         ends = []
-        for corner in (first, first.along(axis, box.stop[axis] - 1, box.stop[axis])):
-            pieces = affine_pieces(self.bound.pull_back(corner, factored=True))
+        for end in (box, box.along(axis, box.stop[axis] - 1, box.stop[axis])):
+            pieces = affine_pieces(self._first(end))
             ends.append(next(((p.source, p.view.offset) for p in pieces), None))
         near, far = ends
         if near is None or far is None or near[0] != far[0]:
@@ -300,22 +319,24 @@ class MappedSource(NamedTuple):
         sources = tuple(
             TensorPiece(self.tensors[p.source], p.box, p.view, p.gather) for p in nested
         )
-        plain = LeafRead.plain(name, sources[0].entry, local, dtype)
-        if plain.sources == sources:
-            return plain
-        return plain._replace(shape=shape, sources=sources)
+        return LeafRead(name, shape, sources[0].entry.dtype, sources, local, dtype)
 
-    def _compose(self, name: str, number: int, whole: Box, box: Box) -> ComposedBlock:
-        pieces = self.bound.pull_back(box, factored=True)
+    def _compose(self, name: str, block: Tile) -> ComposedBlock:
+        pieces = self.bound.pull_back(block.box, factored=True)
         inputs = []
         for piece in affine_pieces(pieces):
             # The piece by itself: its region is an array that begins at index 0.
             region = Box.whole(piece.view.shape)
             entry = self.tensors[piece.source]
             moved = piece._replace(box=region)
-            local = AddressableShards((region,), (False,))
+            local = AddressableShards.private((region,))
             inputs.append(self._read(name, region.shape, [moved], local, entry.dtype.numpy))
-        return ComposedBlock(number, whole, box, pieces, tuple(inputs))
+        return ComposedBlock(block, pieces, tuple(inputs))
+
+
+@functools.lru_cache(1024)
+def _byte_strides(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    return tuple(-(-stride * bits // 8) for stride in row_major_strides(shape))
 
 
 def _is_factored(pieces: Sequence[Piece]) -> bool:
@@ -328,9 +349,7 @@ def _is_factored(pieces: Sequence[Piece]) -> bool:
 def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
     """Yields a piece in runs of bytes; `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` has several."""
     box, view = piece.box, piece.view
-    try:
-        StridedRuns.of(view, 1)
-    except ValueError:
+    if _interlaces(view.shape, view.strides):
         axis = min((n, a) for a, n in enumerate(view.shape) if n > 1 and view.strides[a])[1]
         for index in range(view.shape[axis]):
             part = Box.whole(view.shape).along(axis, index, index + 1)
@@ -338,6 +357,15 @@ def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
             yield from _nested(piece._replace(box=moved, view=view.restrict(part)))
     else:
         yield piece
+
+
+@functools.lru_cache(4096)
+def _interlaces(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    try:
+        StridedRuns.of(AffineView(0, shape, strides), 1)
+    except ValueError:
+        return True
+    return False
 
 
 ArraySource = StoredSource | MappedSource

@@ -18,7 +18,7 @@ class TileLayout:
     tile: Tile  # the tile; its members are box numbers of the leaf, of which it may have a part
     regions: tuple[Box, ...]  # the part of the leaf that each member is
     shared: bool  # other processes hold this tile too
-    staged: bool  # its values are computed from this memory into that of the arrays
+    is_scratch: bool  # its values are computed from this memory into that of the arrays
     itemsize: int  # bytes of an element (1 where elements are packed into bytes)
     member_shape: tuple[int, ...]
     member_bytes: int
@@ -34,7 +34,7 @@ class TileLayout:
         itemsize: int,
         *,
         shared: bool,
-        staged: bool,
+        is_scratch: bool,
         regions: Iterable[Box] | None = None,
     ) -> TileLayout:
         member_shape = tile.member_shape
@@ -44,7 +44,7 @@ class TileLayout:
             tile=tile,
             regions=tuple(tile.cells() if regions is None else regions),
             shared=shared,
-            staged=staged,
+            is_scratch=is_scratch,
             itemsize=itemsize,
             member_shape=member_shape,
             member_bytes=member_bytes,

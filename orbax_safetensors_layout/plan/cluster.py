@@ -78,6 +78,12 @@ class TensorClass(NamedTuple):
     shard_classes: tuple[ShardClass, ...]
     shard_bytes: int  # bytes of one device's shard
 
+    @property
+    def processes(self) -> Ints:
+        """The processes that hold them, counted among those that differ."""
+        none = np.zeros(0, np.int64)
+        return np.concatenate([none, *(shards.processes for shards in self.shard_classes)])
+
 
 _ClusterFile = tuple[str, list[tuple[TensorEntry, TensorClass]]]
 """A file, and its tensors by offset with their classes."""
@@ -103,7 +109,7 @@ class ClusterPlan:
 
     def holders(self, tensor_class: TensorClass) -> tuple[Ints, int]:
         """Return the processes that hold tensors of a class, as in `costs`, and how many it are."""
-        of_costs = np.concatenate([shards.processes for shards in tensor_class.shard_classes])
+        of_costs = tensor_class.processes
         return of_costs, int(np.isin(self.distinct, of_costs).sum())
 
 
@@ -166,7 +172,7 @@ def plan_cluster(
             class_of,
             replicas,
             exchange,
-            mesh.processes,
+            [np.isin(distinct, of_class.processes) for of_class in classes],
             profile.request_bytes,
         )
     alone = [of_class for n, of_class in enumerate(classes) if n not in exchanged]
@@ -260,8 +266,7 @@ def _read_costs(
         opened = np.zeros(processes, bool)
         groups = _Groups(processes, profile.max_gap_bytes)
         for tensor_class in {id(of_tensor): of_tensor for _, of_tensor in of_file}.values():
-            for shards in tensor_class.shard_classes:
-                opened[shards.processes] = True
+            opened[tensor_class.processes] = True
         for entry, tensor_class in of_file:
             for shards in tensor_class.shard_classes:
                 for alone in shards.requests:

@@ -83,19 +83,22 @@ def requests_of(
 ) -> Iterator[Request]:
     """Joins equal regions, by offset, whose tiles hold at most `most_held` host bytes together."""
     pending: list[ByteRegion] = []
+    held = 0
     for region in regions:
+        more = held_bytes(region)
         if (
             pending
             and region.read is pending[0].read
             and region.layout.shared == pending[0].layout.shared
             and region.read.interlaces(region.start - pending[0].start)
-            and sum(map(held_bytes, (*pending, region))) <= most_held
+            and held + more <= most_held
         ):
             pending.append(region)
+            held += more
             continue
         if pending:
             yield Request(tuple(pending))
-        pending = [region]
+        pending, held = [region], more
     if pending:
         yield Request(tuple(pending))
 

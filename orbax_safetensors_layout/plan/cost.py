@@ -83,12 +83,22 @@ class HostRate(NamedTuple):
     shared_bytes_per_second: float = math.inf  # of all hosts together
 
     @classmethod
-    def of(cls, profile: StorageProfile, kind: str, bytes_per_second: float | None = None) -> Self:
-        """Return the rate of a storage class, by default a guess: local streams share a disk."""
+    def of(
+        cls,
+        profile: StorageProfile,
+        kind: str,
+        bytes_per_second: float | None = None,
+        *,
+        processes_per_host: int = 1,
+    ) -> Self:
+        """Return the rate of a storage class to a process, which shares its host with others.
+
+        By default it is a guess: local streams share a disk, others the host's network.
+        """
         if bytes_per_second is None:
             stream = profile.bandwidth_bytes_per_second
-            many = min(stream * profile.streams, _NETWORK_BYTES_PER_SECOND)
-            bytes_per_second = stream if kind == "local" else many
+            many = min(stream * profile.streams, _NETWORK_BYTES_PER_SECOND / processes_per_host)
+            bytes_per_second = stream / processes_per_host if kind == "local" else many
         request_seconds = profile.latency_seconds / profile.streams
         return cls(request_seconds, bytes_per_second, profile.shared_bytes_per_second)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
@@ -151,7 +152,10 @@ class Round(NamedTuple):
             return lanes
         length = self.shape[self.axis]
         bounds = np.minimum(np.arange(self.parts + 1) * self.part_shape[self.axis], length)
-        return (lanes[:, None] * np.diff(bounds) // length).reshape(-1)
+        extents = np.diff(bounds)
+        each, rest = np.divmod(lanes[:, None], length)  # the product itself may be too large
+        columns: Ints = each * extents + rest * extents // length
+        return columns.reshape(-1)
 
     def fragments(self, process: int) -> Iterator[Fragment]:
         """Yields the boxes that a process reads for the round, device by device."""
@@ -179,6 +183,8 @@ class ExchangeLimits(NamedTuple):
     round_bytes: int  # bytes that a device may gather at once; a larger box is a round of its own
     stage_bytes: int  # host bytes that a process may read before they are exchanged
     gap_bytes: int  # the longest gap that is read through
+    # Host bytes of boxes of a process that share rows, and are read together; of more again.
+    together_bytes: int = sys.maxsize
 
     @classmethod
     def of(cls, profile: StorageProfile, memory_budget_bytes: int) -> Self:
@@ -253,13 +259,27 @@ class Exchange(NamedTuple):
     rates: ExchangeRates | None  # without them all that can be is exchanged
 
     @classmethod
-    def of(cls, options: ReadOptions, kind: str, platform: str) -> Self:
+    def of(
+        cls, options: ReadOptions, kind: str, platform: str, processes_per_host: int = 1
+    ) -> Self:
         """Return that of a load from a storage class to devices of a platform."""
         profile = options.profile(kind)
         limits = ExchangeLimits.of(profile, options.memory_budget_bytes)
+        if platform != "cpu":  # whose arrays keep what they are read into
+            limits = limits._replace(together_bytes=options.memory_budget_bytes)
         if options.replicated == "read_once":
             return cls(limits, None)
-        return cls(limits, ExchangeRates(HostRate.of(profile, kind), exchange_profile(platform)))
+        storage = HostRate.of(profile, kind, processes_per_host=processes_per_host)
+        rates = ExchangeRates(storage, exchange_profile(platform, processes_per_host))
+        return cls(limits, rates)
+
+    def may_gain(self, stored_bytes: int, processes: int) -> bool:
+        """Whether to read all bytes in each process may take longer than one round."""
+        if self.rates is None:
+            return True
+        storage, exchange = self.rates
+        alone = storage.read_seconds(stored_bytes, stored_bytes * processes)
+        return alone > exchange.seconds(0, rounds=1, programs=1)
 
 
 def plan_exchange(

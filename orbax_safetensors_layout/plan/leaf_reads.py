@@ -58,9 +58,9 @@ class LeafRead(NamedTuple):
     dtype: np.dtype  # the dtype that the leaf will have
     is_computed: bool = False  # whether its values are computed from the stored ones, beyond a cast
     fills: tuple[FillPiece, ...] = ()  # not read; with `sources` they cover each of `local`
-    # Reads of one number are computed into one leaf; their memory is held until all are complete.
-    unit: int | None = None
-    into: ComposedArray | None = None  # the array that the unit is a part of
+    # Equal for the inputs of one composed block: their memory is held until all are complete.
+    block: int | None = None
+    into: ComposedArray | None = None  # the array that the block is a part of
     pattern: PiecePattern | None = None  # of `sources`, whose dtypes are then known to be `stored`
 
     @classmethod
@@ -72,9 +72,9 @@ class LeafRead(NamedTuple):
         return cls(name, entry.shape, entry.dtype, (source,), local, dtype)
 
     @property
-    def is_staged(self) -> bool:
+    def uses_scratch(self) -> bool:
         """Whether it is read into other memory than that of the arrays."""
-        return self.is_converted or self.unit is not None
+        return self.is_converted or self.block is not None
 
     @property
     def is_converted(self) -> bool:

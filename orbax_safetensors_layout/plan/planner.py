@@ -18,7 +18,7 @@ from .regions import ByteRegion, Geometry, RegionPlan
 BUNDLES_IN_BUDGET = 4  # while one is on its way to the devices, others are read
 _SLABS_IN_BUDGET = 8  # so are they
 
-_Place = tuple[int, int, RegionPlan]
+_RegionPlace = tuple[int, int, RegionPlan]
 """The first byte of a region in the file, its place in the memory of its tile, and its read."""
 
 
@@ -49,7 +49,9 @@ class RegionPlanner:
         if pattern is None:
             leaf.check()
             return list(make(number, leaf))
-        key = (leaf.shape, leaf.stored.code, leaf.is_staged, id(leaf.local), pattern)
+        # What is converted is cut into slabs, what a block takes is not.
+        is_input, scratch = leaf.block is not None, leaf.uses_scratch
+        key = (leaf.shape, leaf.stored.code, scratch, is_input, id(leaf.local), pattern)
         if key not in self._known:
             leaf.check()
             # From each tensor's first byte, the same for all leaves of the pattern.
@@ -74,7 +76,7 @@ class RegionPlanner:
             for place in places:
                 yield ByteRegion(number, *place, layout, len(places))
 
-    def _overlaps(self, source: TensorPiece, layout: TileLayout) -> Iterator[_Place]:
+    def _overlaps(self, source: TensorPiece, layout: TileLayout) -> Iterator[_RegionPlace]:
         """Yields the regions of a piece and a tile: of a gather, one for what is near together."""
         if source.gather is None:
             yield self._overlap(source, layout)
@@ -89,7 +91,7 @@ class RegionPlanner:
         places = cell * layout.across[axis] + inside * layout.within[axis]
         order = np.argsort(gather.offsets, kind="stable")
         places, offsets = places[order], gather.offsets[order] * layout.itemsize
-        _, _, geometry = _meet(slab, layout)
+        _, _, geometry = _overlap_geometry(slab, layout)
         stride = abs(source.view.strides[axis])
         inner = [(n, abs(s)) for n, s in zip(*geometry[:2], strict=True)]
         reach = 1 + sum((n - 1) * s for n, s in inner if s < stride)
@@ -104,8 +106,8 @@ class RegionPlanner:
                 near = Gather(axis, places[first:last], offsets[first:last] - shift)
                 yield start + shift, at, RegionPlan.plan(layout, geometry, self._profile, near)
 
-    def _overlap(self, source: TensorPiece, layout: TileLayout) -> _Place:
-        start, at, geometry = _meet(source, layout)
+    def _overlap(self, source: TensorPiece, layout: TileLayout) -> _RegionPlace:
+        start, at, geometry = _overlap_geometry(source, layout)
         key = (layout.member_shape, layout.tile.grid, layout.itemsize, geometry)
         if key not in self._reads:
             self._reads[key] = RegionPlan.plan(layout, geometry, self._profile)
@@ -116,11 +118,11 @@ class RegionPlanner:
         axes = _file_order(leaf) if leaf.is_converted else None
         gathers = any(source.gather is not None for source in leaf.sources)
         most_bytes = self._gather_bytes if gathers else self._slab_bytes
-        key = (itemsize, leaf.is_staged, axes, most_bytes, id(leaf.local))
+        key = (itemsize, leaf.uses_scratch, axes, most_bytes, id(leaf.local))
         if key not in self._layouts:
             most = max(1, most_bytes // itemsize)
             layouts = [
-                TileLayout.of(slab, itemsize, shared=shared, staged=leaf.is_staged)
+                TileLayout.of(slab, itemsize, shared=shared, is_scratch=leaf.uses_scratch)
                 for tile, shared in self._tiled(leaf.local, itemsize)
                 for slab in (tile.slabs(most, axes=axes) if axes else [tile])
             ]
@@ -146,15 +148,15 @@ class RegionPlanner:
             for slab in Tile.alone(whole).slabs(most, 8):
                 packed = packed_box(entry.shape, bits, slab.box)
                 alone = Tile.alone(packed.box, index)
-                layout = TileLayout.of(alone, 1, shared=shared, staged=True, regions=[slab.box])
+                layout = TileLayout.of(alone, 1, shared=shared, is_scratch=True, regions=[slab.box])
                 view = AffineView.row_major(packed.shape)
                 source = TensorPiece(entry, Box.whole(packed.shape), view)
                 start, at, read = self._overlap(source, layout)
                 yield ByteRegion(number, 0, start, at, read, layout, 1)
 
 
-def _meet(source: TensorPiece, layout: TileLayout) -> tuple[int, int, Geometry]:
-    """Return where a piece and a tile meet: as `_Place`, with the geometry for the read."""
+def _overlap_geometry(source: TensorPiece, layout: TileLayout) -> tuple[int, int, Geometry]:
+    """Return where a piece and a tile meet: as `_RegionPlace`, with the geometry for the read."""
     entry, piece, view, _ = source
     box = layout.tile.box
     first, at = view.offset, 0

@@ -43,7 +43,7 @@ class ReadPlan:
     def _held_bytes(self, region: ByteRegion) -> int:
         leaf = self.leaves[region.leaf]
         if self.adopt:
-            return read_bytes(leaf, region.layout) if region.layout.staged else 0
+            return read_bytes(leaf, region.layout) if region.layout.is_scratch else 0
         return held_bytes(leaf, region)
 
     def composed_bytes(self, array: ComposedArray | None) -> int:
@@ -90,7 +90,7 @@ class ReadPlan:
             staged, padded = staged or bool(pads), padded or any(pads)
             needed += sum(request.needed_bytes for request in group.requests)
             touched.update(region.leaf for region in regions)
-            if self.adopt and not any(region.layout.staged for region in regions):
+            if self.adopt and not any(region.layout.is_scratch for region in regions):
                 continue
             fresh = {r.tile: r for r in regions if r.tile not in opened}
             opened.update(tile for tile, region in fresh.items() if region.parts > 1)
@@ -147,17 +147,17 @@ def plan_reads(
 ) -> ReadPlan:
     """Plans the reads of one process; the options are those of `reading.ArrayReader`."""
     planner = RegionPlanner(profile, memory_budget_bytes, adopt=adopt)
-    units = collections.Counter(leaf.unit for leaf in leaves)
+    inputs = collections.Counter(leaf.block for leaf in leaves)
     whole: list[ByteRegion] = []
     parts: list[ByteRegion] = []
     for number, leaf in enumerate(leaves):
         if leaf.local.boxes and 0 not in leaf.shape:
             regions = planner.regions(number, leaf)
-            alone = leaf.unit is None or units[leaf.unit] == 1
+            alone = leaf.block is None or inputs[leaf.block] == 1
             for region in regions:
                 near = region.parts == 1 if adopt else len(leaf.sources) == 1 and not leaf.into
                 by_file = near and alone and not in_order
-                by_file = by_file or (adopt and not leaf.is_staged)
+                by_file = by_file or (adopt and not leaf.uses_scratch)
                 (whole if by_file else parts).append(region)
     # A tile that comes from many files holds its memory from its first region to its last. In the
     # order of the files all tiles would be open at once: so many are as fit a part of the budget.
@@ -229,7 +229,8 @@ def _partners(
         for start, number in near[max(0, at - 1) : at + 1]:
             held, tiles = partners[number]
             if first.read.interlaces(abs(start - first.start)) and held + more <= budget:
-                partners[number] = held + more, tiles + tile
+                tiles += tile
+                partners[number] = held + more, tiles
                 break
         else:
             near.insert(at, (first.start, len(partners)))

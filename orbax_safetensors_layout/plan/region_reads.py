@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ class ArrayRegion(NamedTuple):
 
     @classmethod
     def of_box(cls, name: str, source: ArraySource, box: Box, dtype: np.dtype) -> ArrayRegion:
-        return cls(name, source, _alone(box), dtype)
+        return cls(name, source, AddressableShards.private((box,)), dtype)
 
     @property
     def subject(self) -> Subject:
@@ -48,12 +47,6 @@ class ArrayRegion(NamedTuple):
         if isinstance(self.source, StoredSource):
             return None
         return id(self.source.bound), self.dtype, self.is_exact
-
-
-@functools.lru_cache(1024)
-def _alone(box: Box) -> AddressableShards:
-    """Return the same object for equal boxes, so that they are planned once."""
-    return AddressableShards.private((box,))
 
 
 class ReadPurpose(NamedTuple):
@@ -84,8 +77,8 @@ class RegionReads:
                 self.purposes.append(ReadPurpose(number))
             array = ComposedArray(regions[number].local.elements * regions[number].dtype.itemsize)
             for at, block in enumerate(plan.blocks):
-                unit = len(self.reads)
-                self.reads += [read._replace(unit=unit, into=array) for read in block.inputs]
+                first = len(self.reads)
+                self.reads += [read._replace(block=first, into=array) for read in block.inputs]
                 self.purposes += [ReadPurpose(number, at, n) for n in range(len(block.inputs))]
 
     @property
@@ -98,7 +91,7 @@ def _likeness(region: ArrayRegion, plan: LeafPlan) -> object:
     if region.values_key is None:
         return None
     # Of leaves that are read once for all processes, one process may read other boxes of each.
-    boxes = [block.box for block in plan.blocks] if plan.read is None else plan.read.local.boxes
+    boxes = [b.tile.box for b in plan.blocks] if plan.read is None else plan.read.local.boxes
     return region.values_key, region.local, tuple(boxes)
 
 

@@ -7,6 +7,7 @@ order of the file: a compromise of long requests, and of whole cache lines in th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -73,17 +74,17 @@ class Blocking(NamedTuple):
         """Return the blocking of a region whose requests, without blocks, have `request_bytes`."""
         if not axes:
             return cls((), 0, 0, 0)
-        shape = _Shape(axes, itemsize, request_bytes)
+        sizes = _BlockSizes(axes, itemsize, request_bytes)
         inner = min(range(len(axes)), key=lambda d: (abs(axes[d].within), -d))
-        lengths, cut = shape.lengths(profile.staging_bytes)
+        lengths, cut = sizes.lengths(profile.staging_bytes)
         in_line = min(axes[inner].member, -(-_LINE_BYTES // itemsize))
         if inner < len(axes) - 1 and lengths[inner] < in_line:
             least = max(profile.max_gap_bytes, _LEAST_REQUEST_BYTES)
             rows = min(in_line, profile.staging_bytes // least)
             if rows > lengths[inner]:
-                lengths, cut = shape.lengths(profile.staging_bytes // rows, inner + 1)
+                lengths, cut = sizes.lengths(profile.staging_bytes // rows, inner + 1)
                 lengths = (*lengths[:inner], rows, *lengths[inner + 1 :])
-        request = max(cut, shape.outer)
+        request = max(cut, sizes.outer)
         row, pad = _padding(axes, lengths, itemsize, inner, request)
         return cls(lengths, request, row, pad)
 
@@ -106,11 +107,12 @@ class Blocking(NamedTuple):
         return math.prod(_count(axis, length) for axis, length in tail)
 
 
+@functools.lru_cache(4096)
 def _count(axis: Axis, length: int) -> int:
     return sum(1 for _ in axis.ranges(length))
 
 
-class _Shape(NamedTuple):
+class _BlockSizes(NamedTuple):
     """Sizes of blocks; `request_bytes` is the length of a request that is not cut."""
 
     axes: Sequence[Axis]

@@ -7,6 +7,7 @@ contiguous parts, each by one process, and exchanged.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -56,16 +57,20 @@ class SharedLeaves:
         in_device_memory: bool = True,
         tied: tuple[int, ...] = (),
         joint_axes: tuple[int, ...] = (),
+        is_decoded: bool = False,
     ) -> None:
         """Adds a leaf of `stored_bytes`, if several processes need the same of it.
 
-        The others are fields of `SharedLeaf`.
+        Of one that `is_decoded` all boxes are held until they are complete. The others are fields
+        of `SharedLeaf`.
         """
         is_direct = in_device_memory and stays_on_devices(dtype)
-        key = (id(replicas), shape, strides, dtype.itemsize, is_direct)
+        key = (id(replicas), shape, strides, dtype.itemsize, is_direct, is_decoded)
         if key not in self._merged:
-            most = None if is_direct else self._exchange.limits.round_bytes // dtype.itemsize
-            self._merged[key] = replicas, self._merge(replicas, shape, strides, most)
+            limits = self._exchange.limits
+            most = None if is_direct else limits.round_bytes // dtype.itemsize
+            together = sys.maxsize if is_decoded else limits.together_bytes // dtype.itemsize
+            self._merged[key] = replicas, self._merge(replicas, shape, strides, most, together)
         _, merged = self._merged[key]
         if merged is not None:
             boxes, cut_axes, share, requests = merged
@@ -79,6 +84,7 @@ class SharedLeaves:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         most_elements: int | None,  # of merged boxes that pass through the host, whole
+        together: int,  # elements of boxes of a process that are read together
     ) -> _Merged | None:
         """Merges boxes between whose rows are gaps that would be read, or many requests made."""
         is_shared = replicas.grid.is_shared
@@ -95,10 +101,15 @@ class SharedLeaves:
             considered.append(tuple(axis for axis, gap in own.items() if gap <= least))
         for number, axes in enumerate(considered if self._merges else []):
             merged = _merge_boxes(replicas, shape, axes) if axes else None
-            if merged is None or not merged.grid.parts_processes:
+            if merged is None:
                 continue
             alone: tuple[float, int] = (1.0, 0)
-            if number:
+            if not merged.grid.parts_processes:
+                times = _times_read(replicas, merged.grid.cuts, together)
+                if number or times == 1:
+                    continue
+                alone = float(times), 0
+            elif number:
                 inner = min(strides[axis] for axis in axes)
                 outer = [n for n, stride in zip(box, strides, strict=True) if stride > inner]
                 alone = merged.grid.own_share, math.prod(outer)
@@ -110,6 +121,7 @@ class SharedLeaves:
         return _Merged(replicas) if is_shared else None
 
 
+@functools.lru_cache
 def stays_on_devices(dtype: np.dtype) -> bool:
     """Whether bits become values of a dtype on the device; others pass through the host.
 
@@ -142,6 +154,14 @@ def _merge_boxes(replicas: Replicas, shape: Sequence[int], axes: Sequence[int]) 
 
     old = replicas.grid
     return Replicas(tuple(boxes), ReplicaGrid(in_turn(old.devices), in_turn(old.processes), cuts))
+
+
+def _times_read(replicas: Replicas, cuts: Sequence[int], together: int) -> int:
+    """Return how often a process reads the rows of its boxes, of which so much fits at once."""
+    size, grid = replicas.boxes[0].size, replicas.grid
+    if grid.most_slots * size // grid.columns <= together:
+        return 1
+    return -(-math.prod(cuts) // max(1, together // size))
 
 
 def _held_shape(replicas: Replicas) -> tuple[int, ...]:

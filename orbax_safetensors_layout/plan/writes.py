@@ -7,6 +7,7 @@ each by one of its holders; the owner assembles them. In layout `sharded` the pi
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -224,7 +225,9 @@ def plan_mapped_writes(
         if options.dtype is not None and is_floating(expr.dtype):
             expr = Valued.of(expr, Cast(options.dtype))
         expressions[name] = expr
-        tensors.append(NewTensor(name, storage_dtype(expr.dtype, tensor=name), shape))
+        size = math.prod(shape)
+        dtype = storage_dtype(expr.dtype, size, is_recorded=False, tensor=name)
+        tensors.append(NewTensor(name, dtype, shape))
     files = plan_consolidation(tensors, StoredPieces((), (), {}), options=options, **of_process)
     own = tuple(
         file._replace(gathered=tuple(len(leaves) + number for number in file.gathered))

@@ -68,8 +68,10 @@ class AbstractTree(NamedTuple):
         Leaves may be `jax.ShapeDtypeStruct` (or anything with `shape`, `dtype` and `sharding`),
         concrete arrays as templates, numpy arrays (or anything with `shape` and `dtype` alone) for
         host arrays, Python scalars and strings or their types, `orbax.checkpoint` restore
-        arguments, and `...`.
+        arguments, and `...`. A tree that is parsed already stays so.
         """
+        if isinstance(abstract, cls):
+            return abstract
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
         parsed = [None if leaf is ... else _parse_leaf(path, leaf) for path, leaf in paths]
         left_out = [path for path, leaf in paths if leaf is ...]

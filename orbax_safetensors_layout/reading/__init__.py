@@ -13,8 +13,9 @@ from .replica_exchange import (
     exchanging,
     fingerprint_of,
     load_group,
+    processes_per_host,
     steps_of,
 )
-from .resolve import ResolvedLeaf, adopts, resolve_leaves
+from .resolve import ResolvedLeaf, adopts, check_holdable, resolve_leaves
 from .saved_metadata import SavedMetadata
 from .verifying import VerifyingReader, file_blocks, file_crc32, read_digests

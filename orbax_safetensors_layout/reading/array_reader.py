@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import explained
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
     ValueOp,
@@ -122,27 +122,27 @@ class _Materializer:
 
     def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
         """Puts stored values of a read in their place, in the dtype of the region."""
-        which = self._reads.purposes[number].region
-        region = self._reads.regions[which]
+        region_number = self._reads.purposes[number].region
+        region = self._reads.regions[region_number]
         check_booleans([values], region.source.file, region.name)
-        _put(region, self._reads.plans[which].ops, values, out)
+        _put(region, self._reads.plans[region_number].ops, values, out)
 
     def deliver(
         self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
-        region, block_number, which = self._reads.purposes[number]
+        region_number, block_number, input_number = self._reads.purposes[number]
         if block_number is None:
             if self._check_values:
-                whole = self._reads.regions[region]
-                check_booleans(parts, whole.source.file, whole.name)
-            return self._take(self._reads.equal[region], boxes, parts)
-        block = self._reads.plans[region].blocks[block_number]
-        arrays = self._arrays.setdefault((region, block_number), {})
-        (arrays[which],) = parts
+                region = self._reads.regions[region_number]
+                check_booleans(parts, region.source.file, region.name)
+            return self._take(self._reads.equal[region_number], boxes, parts)
+        block = self._reads.plans[region_number].blocks[block_number]
+        arrays = self._arrays.setdefault((region_number, block_number), {})
+        (arrays[input_number],) = parts
         if len(arrays) < len(block.inputs):
             return None
-        del self._arrays[region, block_number]
-        return self._compose(region, block, arrays)
+        del self._arrays[region_number, block_number]
+        return self._compose(region_number, block, arrays)
 
     def _compose(
         self, number: int, block: ComposedBlock, arrays: dict[int, np.ndarray]
@@ -156,18 +156,21 @@ class _Materializer:
             return values
 
         boxes = self._boxes.setdefault(number, {})
-        values = boxes.get(block.number)
-        if values is None:
-            shape, nbytes = block.whole.shape, block.whole.size * region.dtype.itemsize
-            values = boxes[block.number] = allocate(nbytes).view(region.dtype).reshape(shape)
-        at: tuple[Any, ...] = (*block.box.within(block.whole).slices, ...)
-        place: np.ndarray = values[at]
-        dtype = region.source.dtype
-        out = place if dtype == region.dtype else np.empty(place.shape, dtype)
+        places: list[tuple[Box, np.ndarray]] = []
+        for member, part in zip(block.tile.members, block.tile.cells(), strict=True):
+            whole = region.local.boxes[member]
+            if member not in boxes:
+                memory = allocate(whole.size * region.dtype.itemsize)
+                boxes[member] = memory.view(region.dtype).reshape(whole.shape)
+            places.append((part, part.view_of(boxes[member], whole)))
+        dtype, box = region.source.dtype, block.tile.box
+        is_place = len(places) == 1 and dtype == region.dtype
+        out = places[0][1] if is_place else np.empty(box.shape, dtype)
         with explained(f"In a function that makes leaf {region.name!r}.", region.name):
-            assemble_box(block.pieces, block.box, dtype, read, out=out)
-        if out is not place:
-            _put(region, (), out, place)
+            assemble_box(block.pieces, box, dtype, read, out=out)
+        for part, place in places:
+            if not is_place:
+                _put(region, (), part.view_of(out, box), place)
         self._blocks_left[number] -= 1
         if self._blocks_left[number]:
             return None

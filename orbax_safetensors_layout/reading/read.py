@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -111,8 +111,8 @@ class PlanReader:
         self._reserved: set[tuple[int, int]] = set()  # those whose memory is reserved
         self._composed = collections.Counter(leaf.into for leaf in plan.leaves)  # reads to come
         self._composing: set[ComposedArray | None] = set()  # arrays whose memory is reserved
-        self._units = collections.Counter(leaf.unit for leaf in plan.leaves)  # reads to come
-        self._unit_bytes: collections.Counter[int | None] = collections.Counter()
+        self._inputs = collections.Counter(leaf.block for leaf in plan.leaves)  # reads to come
+        self._block_bytes: collections.Counter[int | None] = collections.Counter()
         self._bytes_read = self._num_reads = self._storage_reads = 0
 
     def run(self) -> ReadStats:
@@ -152,14 +152,14 @@ class PlanReader:
             parts = [self._filled(number, box) for box in rest]
             self._hold(number, self._deliver(number, rest, parts), 0)
 
-    def _filled(self, number: int, box: int) -> np.ndarray:
+    def _filled(self, number: int, member: int) -> np.ndarray:
         """Memory for a box in which is put what is not read."""
         leaf = self._plan.leaves[number]
-        region = leaf.local.boxes[box]
-        memory = self._allocate(region.size * leaf.dtype.itemsize)
-        values = memory.view(leaf.dtype).reshape(region.shape)
+        box = leaf.local.boxes[member]
+        memory = self._allocate(box.size * leaf.dtype.itemsize)
+        values = memory.view(leaf.dtype).reshape(box.shape)
         for fill in leaf.fills:
-            fill.put(region, values, fill.value)
+            fill.put(box, values, fill.value)
         return values
 
     def _allocate(self, nbytes: int, *, file_offset: int = 0) -> Bytes:
@@ -216,14 +216,14 @@ class PlanReader:
 
     def _read_bytes(self, region: ByteRegion) -> int:
         """Host bytes of a tile as it is read, where the budget counts them."""
-        if self._plan.adopt and not region.layout.staged:
+        if self._plan.adopt and not region.layout.is_scratch:
             return 0
         return read_bytes(self._plan.leaves[region.leaf], region.layout)
 
     def _box_bytes(self, number: int, box: int) -> int:
         """Host bytes of a box whose values are computed, where the budget counts them."""
         leaf = self._plan.leaves[number]
-        if self._plan.adopt and leaf.unit is None:
+        if self._plan.adopt and leaf.block is None:
             return 0
         return leaf.local.boxes[box].size * leaf.dtype.itemsize
 
@@ -268,7 +268,6 @@ class PlanReader:
             self._open(region.leaf, member, part)
             for member, part in zip(layout.tile.members, layout.regions, strict=True)
         ]
-
         self._workers.submit(self._compute_region, region, values, outs, wait=False)
 
     def _compute_region(
@@ -284,10 +283,7 @@ class PlanReader:
         values = self._boxes.get((number, member))
         if values is None:
             values = self._boxes[number, member] = self._filled(number, member)
-        whole = self._plan.leaves[number].local.boxes[member]
-        at: tuple[Any, ...] = (*part.within(whole).slices, ...)
-        place: np.ndarray = values[at]
-        return place
+        return part.view_of(values, self._plan.leaves[number].local.boxes[member])
 
     def _compute(self, number: int, box: Box, values: np.ndarray, out: np.ndarray) -> None:
         """Puts the values of a region of a leaf in their place, from those in the file."""
@@ -321,17 +317,17 @@ class PlanReader:
             self._hold(number, self._deliver(number, whole, parts), held)
 
     def _hold(self, number: int, wait: Wait | None, nbytes: int) -> None:
-        """Releases the bytes of a read once its values, and those of its unit, are on their way."""
-        unit, into = self._plan.leaves[number].unit, self._plan.leaves[number].into
+        """Releases the bytes of a read once the values of it, and its block, are on their way."""
+        block, into = self._plan.leaves[number].block, self._plan.leaves[number].into
         self._composed[into] -= 1
         if into in self._composing and not self._composed[into]:
             nbytes += self._plan.composed_bytes(into)
-        if unit is not None:
-            self._units[unit] -= 1
-            self._unit_bytes[unit] += nbytes
-            if self._units[unit]:
+        if block is not None:
+            self._inputs[block] -= 1
+            self._block_bytes[block] += nbytes
+            if self._inputs[block]:
                 return
-            nbytes = self._unit_bytes.pop(unit)
+            nbytes = self._block_bytes.pop(block)
         self._budget.release(nbytes, wait)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
 import hashlib
 import os
+import socket
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -90,6 +90,14 @@ def load_group(path: str | os.PathLike[str], abstract: Any, options: ReadOptions
     )
 
 
+def processes_per_host(group: ProcessGroup, options: ReadOptions) -> int:
+    """Return the most processes of a group that share a host, where a choice depends on it."""
+    if options.replicated != "auto":
+        return 1
+    hosts = group.gather(PLANNING, socket.gethostname())
+    return max(collections.Counter(hosts).values())
+
+
 class ExchangeStep(NamedTuple):
     """The reads of a process before an exchange."""
 
@@ -113,7 +121,6 @@ def steps_of(
     """Divides what a process reads into steps; what is not exchanged comes last."""
     stages = _stages(catalog, leaves, shards, options) if exchange else []
     budget = options.memory_budget_bytes
-    shards_of = functools.lru_cache(None)(AddressableShards.private)
     steps = []
     exchanged: set[int] = set()
     for stage in stages:
@@ -123,7 +130,7 @@ def steps_of(
             for fragment in step.fragments(shards.process_index):
                 boxes.setdefault(fragment.leaf, []).append(fragment.box)
         regions = [
-            leaves[n].region._replace(local=shards_of(tuple(of_leaf)))
+            leaves[n].region._replace(local=AddressableShards.private(tuple(of_leaf)))
             for n, of_leaf in boxes.items()
         ]
         steps.append(ExchangeStep([leaves[n] for n in boxes], RegionReads(regions, budget), stage))
@@ -139,11 +146,15 @@ def _stages(
 ) -> list[Stage]:
     placements = [leaf.abstract.placement for leaf in leaves]
     platform = min({_platform(p) for p in placements if p is not None}, default="")
-    exchange = Exchange.of(options, catalog.storage.kind, platform)
+    exchange = Exchange.of(options, catalog.storage.kind, platform, shards.processes_per_host)
+    stored_bytes = sum(leaf.region.source.stored_bytes for leaf in leaves)
+    if not exchange.may_gain(stored_bytes, shards.process_count):
+        return []
     tied: dict[object, list[ResolvedLeaf]] = {}  # the same values in the same places
     for leaf in leaves:
-        values = leaf.region.values_key or leaf.number
-        tied.setdefault((values, leaf.abstract.placement), []).append(leaf)
+        values = leaf.region.values_key
+        key = leaf.number if values is None else (values, leaf.abstract.placement)
+        tied.setdefault(key, []).append(leaf)
     # Pieces are read by those that hold them, each from files of its own.
     shared = SharedLeaves(exchange, merges=catalog.layout == "hf")
     for leaf, *others in tied.values():
@@ -165,6 +176,7 @@ def _stages(
             in_device_memory=isinstance(placement, Sharding) and _is_default_memory(placement),
             tied=tuple(other.number for other in others),
             joint_axes=source.joint_axes(replicas.boxes[0], strides),
+            is_decoded=source.is_decoded(replicas.boxes[0]),
         )
     return plan_exchange(shared, *exchange)
 
@@ -246,7 +258,9 @@ class ReplicaExchange:
         self._step_leaves: Sequence[ResolvedLeaf] = ()
         self._rounds: list[tuple[Round, SendBuffer]] = []
         self._fragments: dict[int, tuple[SendBuffer, list[Fragment]]] = {}
-        self._in_flight: deque[tuple[Round, tuple[jax.Array, ...]]] = deque()
+        self._in_flight: collections.deque[tuple[Round, tuple[jax.Array, ...]]] = (
+            collections.deque()
+        )
 
     def begin(self, step: ExchangeStep) -> None:
         """Begins a step: spreads what was taken in the one before, which all have read."""
@@ -309,8 +323,7 @@ class ReplicaExchange:
             for number, box in enumerate(leaf.region.local.boxes):
                 if whole.contains(box):
                     numbers.append(number)
-                    at: tuple[Any, ...] = (*box.within(whole).slices, ...)
-                    parts.append(values[at])
+                    parts.append(box.view_of(values, whole))
         self._values.take([leaf], numbers, parts)
 
 

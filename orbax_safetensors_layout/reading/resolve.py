@@ -19,6 +19,7 @@ from orbax_safetensors_layout.errors import (
     ShapeMismatchError,
     UnexpectedTensorError,
 )
+from orbax_safetensors_layout.geometry import MAX_RANK
 from orbax_safetensors_layout.mapping import Mapping, check_castable, check_left_out, check_mapping
 from orbax_safetensors_layout.plan import ArrayRegion, ArraySource, MappedSource, array_sources
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, in_host_memory, prng
@@ -29,8 +30,6 @@ from orbax_safetensors_layout.sharding import (
     is_abstract,
     sharding_of,
 )
-
-_MAX_RANK = 64  # numpy's, which is asked itself about larger ones
 
 
 class ResolvedLeaf(NamedTuple):
@@ -160,7 +159,7 @@ def _check_shape(abstract: AbstractLeaf, source: ArraySource) -> None:
             expected=f"{abstract.shape} (the abstract tree)",
             found=f"{shape} (the file)",
         )
-    _check_holdable(shape, source.dtype)
+    check_holdable(shape, source.dtype)
 
 
 def jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
@@ -213,16 +212,20 @@ def check_placeable(abstract: AbstractLeaf, devices: bool) -> None:
         )
 
 
-def _check_holdable(shape: tuple[int, ...], dtype: np.dtype) -> None:
+def check_holdable(
+    shape: tuple[int, ...], dtype: np.dtype, *, file: str | None = None, tensor: str | None = None
+) -> None:
     """Checks that numpy has arrays of a shape: an empty one may have extents of any size."""
-    if len(shape) <= _MAX_RANK and 0 not in shape:
+    if len(shape) <= MAX_RANK and 0 not in shape:
         return
     try:
         np.empty(shape, dtype)
     except (ValueError, OverflowError) as error:
         raise ShapeMismatchError(
             "numpy cannot hold the tensor",
-            expected=f"at most {_MAX_RANK} dimensions, whose extents, zeros left out, multiply to"
+            file=file,
+            tensor=tensor,
+            expected=f"at most {MAX_RANK} dimensions, whose extents, zeros left out, multiply to"
             " less than 2**63 bytes",
             found=f"{len(shape)} dimensions, the largest {max(shape)}",
         ) from error

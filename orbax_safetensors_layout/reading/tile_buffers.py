@@ -94,7 +94,7 @@ def _allocated(
     for number, region in enumerate(regions):
         nbytes = region.layout.memory_bytes
         size = -1 if nbytes < _TINY_TILE_BYTES else -2 if nbytes < SMALL_REGION_BYTES else number
-        kind = region.layout.staged, size
+        kind = region.layout.is_scratch, size
         begin = totals.get(kind, 0)
         places.append((kind, begin))
         totals[kind] = begin + nbytes

@@ -6,11 +6,14 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
+from absl import logging
+
 from orbax_safetensors_layout.errors import (
     FormatError,
     InvalidManifestError,
     SafetensorsLayoutError,
     listed,
+    redact_urls,
 )
 from orbax_safetensors_layout.format import (
     DIGESTS,
@@ -32,7 +35,7 @@ class VerifyingReader:
 
     def __init__(self, storage: Storage, folder: str, digests: Mapping[str, int]) -> None:
         self.kind = storage.kind
-        self.read = RangeChecksums()  # of files by their names in the folder
+        self.checksums = RangeChecksums()  # of files by their names in the folder
         self._storage = storage
         self._folder = folder
         self._digests = digests
@@ -48,7 +51,7 @@ class VerifyingReader:
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
     ) -> None:
         self._storage.read_into(file, offset, buffers, shared=shared)
-        self.read.add(self._name(file), offset, buffers)
+        self.checksums.add(self._name(file), offset, buffers)
 
     def check_unchanged(self, file: str) -> None:
         self._storage.check_unchanged(file)
@@ -69,7 +72,7 @@ class VerifyingReader:
         Bytes of them that were not read, here or in `ranges`, are read. Each of several processes
         takes a `share` of the files. `strict` refuses files without a checksum.
         """
-        read = ranges_by_file([*ranges, *self.read.take()])
+        read = ranges_by_file([*ranges, *self.checksums.take()])
         small = (name for name in self._digests if not name.endswith(SUFFIX))
         names = sorted({*read, *small, *map(self._name, files)})[share]
         unknown = [name for name in names if name not in self._digests]
@@ -97,10 +100,13 @@ class VerifyingReader:
 
 def read_digests(storage: Storage, folder: str) -> dict[str, int] | None:
     """The checksums that a save has left in a folder, if it has."""
-    if DIGESTS not in storage.list(folder):
+    if not storage.existing(folder, [DIGESTS]):
         return None
     file = join(folder, DIGESTS)
     data = read_file(storage, file, "the list of checksums", error=InvalidManifestError)
+    if not storage.lists and not data.lstrip().startswith(b"{"):
+        logging.warning("%s does not list checksums; left out", redact_urls(file))
+        return None
     return parse_digests(data, file=file)
 
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol, Self
 from orbax_safetensors_layout.errors import PeerError
 
 _PREFIX = "orbax_safetensors_layout"
-_FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25
+_PROMPT_SECONDS = 1.0  # of a step; the store keeps each wait that ended without its key
 _CHECK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0  # longer than any thread of a live process is kept from running
@@ -226,8 +226,7 @@ class ProcessGroup:
             raise problem
         if verdict is None and self.is_leader and step:
             self._store.delete(f"{self._key}/{step - 1}/")  # no process waits for it any more
-        if error is not None or verdict is not None:
-            self._failed = True
+        self._failed = error is not None or verdict is not None
         if verdict is not None and (error is None or verdict.process != self.process_index):
             # An error of this process may be a consequence.
             raise self._peer_error(verdict, doing) from error
@@ -236,6 +235,16 @@ class ProcessGroup:
         if not broadcast or self.is_leader:
             return broadcast
         return self._store.get(f"{key}/broadcast", self._timeout_seconds)
+
+    def gather(self, doing: str, value: str) -> list[str]:
+        """Return the values of all processes, after a `barrier`."""
+        if self._store is None:
+            return [value]
+        prefix = f"{self._key}/{self._step}/value/"
+        with self._reaching_others(doing):
+            self._store.set(f"{prefix}{self.process_index}", value)
+            self.barrier(doing)
+            return list(self._store.list(prefix).values())
 
     def check(self, doing: str) -> None:
         """Raises a `PeerError`, for `barrier`, if another process failed; asks once a second."""
@@ -305,20 +314,22 @@ class ProcessGroup:
             ) from error
 
     def _say(self, store: KeyValueStore, step: int, statement: _Statement) -> None:
-        store.set(f"{self._key}/{step}/said/{self.process_index}", json.dumps(statement))
+        store.set(self._said(step, self.process_index), json.dumps(statement))
+
+    def _said(self, step: int, process: int) -> str:
+        return f"{self._key}/{step}/said/{process}"
 
     def _statements(self, store: KeyValueStore, step: int) -> list[_Statement]:
-        texts = store.list(f"{self._key}/{step}/said/").values()
-        return [statement for statement in map(_parse, texts) if statement is not None]
+        texts = store.list(f"{self._key}/{step}/said/")
+        return [_Statement(*json.loads(text)) for text in texts.values()]
 
     def _failure(self, statements: Sequence[_Statement]) -> _Statement | None:
         """Return the first error, or a killed process: it is missing and has no heartbeat."""
         failure = _first_failure(statements, follows=False)
-        if failure is None:
-            dead = self._dead_processes() - {statement.process for statement in statements}
-            if dead:
-                text = f"no sign of life for {SILENCE_SECONDS:g} s"
-                failure = _Statement(min(dead), f"{text}; it was probably killed")
+        dead = self._dead_processes() - {statement.process for statement in statements}
+        if failure is None and dead:
+            text = f"no sign of life for {SILENCE_SECONDS:g} s; it was probably killed"
+            return _Statement(min(dead), text)
         return failure
 
     def _dead_processes(self) -> set[int]:
@@ -335,8 +346,7 @@ class ProcessGroup:
 
     def _collect(self, store: KeyValueStore, step: int, doing: str) -> _Statement | None:
         """Waits for the statements of all processes, or the first error; returns the verdict."""
-        deadline = time.monotonic() + self._timeout_seconds
-        pause = _FIRST_PAUSE_SECONDS
+        began = time.monotonic()
         while True:
             statements = self._statements(store, step)
             failure = self._failure(statements)
@@ -345,35 +355,34 @@ class ProcessGroup:
             if len(statements) == self.process_count:
                 failure = _first_failure(statements, follows=True)
                 return failure or _disagreement(statements, self._purpose)
-            if time.monotonic() > deadline:
-                missing = {*self._processes} - {s.process for s in statements}
+            missing = sorted({*self._processes} - {s.process for s in statements})
+            if time.monotonic() > began + self._timeout_seconds:
                 raise PeerError(
-                    f"processes {sorted(missing)} did not finish {doing}"
+                    f"processes {missing} did not finish {doing}"
                     f" within {self._timeout_seconds:g} s",
                     file=self._name,
                     hint=f"See their logs. All processes of the program must {self._purpose}, so"
                     " Orbax's `active_processes` must name all; `timeout_seconds` of the options"
                     " sets the limit.",
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if time.monotonic() > began + _PROMPT_SECONDS:
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+                continue
+            with contextlib.suppress(TimeoutError):  # another one may have failed
+                store.get(self._said(step, missing[0]), _LONGEST_PAUSE_SECONDS)
 
     def _await_verdict(self, store: KeyValueStore, step: int, doing: str) -> _Statement | None:
         # Time for the first process to find out which one is missing.
-        left_seconds = self._timeout_seconds + 30
+        seconds = self._timeout_seconds + 30
         while True:
             try:
-                key = f"{self._key}/{step}/verdict"
-                return _parse(store.get(key, min(left_seconds, _WAIT_SECONDS)))
+                return _parse(store.get(f"{self._key}/{step}/verdict", min(seconds, _WAIT_SECONDS)))
             except TimeoutError as error:
-                left_seconds -= _WAIT_SECONDS
-                if left_seconds > 0:
-                    continue
-                raise PeerError(
-                    f"process {self._processes[0]} did not finish {doing}"
-                    f" within {self._timeout_seconds:g} s",
-                    file=self._name,
-                ) from error
+                seconds -= _WAIT_SECONDS
+                if seconds <= 0:
+                    text = f"process {self._processes[0]} did not finish {doing}"
+                    text += f" within {self._timeout_seconds:g} s"
+                    raise PeerError(text, file=self._name) from error
 
 
 def _parse(text: str) -> _Statement | None:

@@ -23,10 +23,14 @@ class AddressableShards:
     def elements(self) -> int:
         return sum(box.size for box in self.boxes)
 
-    @classmethod
-    def private(cls, boxes: tuple[Box, ...]) -> AddressableShards:
-        """Return the shards of a process that alone holds some boxes."""
-        return cls(boxes, (False,) * len(boxes))
+    @staticmethod
+    @functools.lru_cache(1024)
+    def private(boxes: tuple[Box, ...]) -> AddressableShards:
+        """Return the shards of a process that alone holds some boxes.
+
+        It is the same object for equal boxes, so that they are planned once.
+        """
+        return AddressableShards(boxes, (False,) * len(boxes))
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> AddressableShards:

@@ -58,7 +58,14 @@ class ProcessShards:
     sharding does not divide a shape.
     """
 
-    def __init__(self, process_index: int | None = None, process_count: int | None = None) -> None:
+    def __init__(
+        self,
+        process_index: int | None = None,
+        process_count: int | None = None,
+        *,
+        processes_per_host: int = 1,
+    ) -> None:
+        self.processes_per_host = processes_per_host
         self.process_index = jax.process_index() if process_index is None else process_index
         self.process_count = jax.process_count() if process_count is None else process_count
         self._is_here = process_count in (None, jax.process_count())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn, Protocol, Self, TypeAlias
 
 import numpy as np
@@ -118,6 +118,10 @@ class Storage(RangeReader, Protocol):
 
     def list(self, folder: str) -> list[str]:
         """Return the sorted names of files directly in `folder`, which need not exist."""
+
+    def existing(self, folder: str, names: Collection[str]) -> set[str]:
+        """Return those of some names that are files in `folder`, well-known or not."""
+        return set(names).intersection(self.list(folder))
 
     def modified_seconds(self, file: str) -> float:
         """Return when `file` was last written, in seconds since the epoch."""

@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from absl import logging
 
@@ -97,6 +97,9 @@ class CachedStorage(Storage):
 
     def list(self, folder: str) -> list[str]:
         return self._storage.list(folder)
+
+    def existing(self, folder: str, names: Collection[str]) -> set[str]:
+        return self._storage.existing(folder, names)
 
     def modified_seconds(self, file: str) -> float:
         return self._storage.modified_seconds(file)
@@ -209,7 +212,8 @@ class RangeCache:
             with contextlib.suppress(OSError):
                 names += os.listdir(os.path.join(self._root, key, str(stretch)))
         entries = ((int(m[1]), int(m[2])) for m in map(_ENTRY.fullmatch, names) if m)
-        return sorted(entry for entry in entries if entry[0] < stop and entry[1] > start)
+        fits = (entry for entry in entries if 0 < entry[1] - entry[0] <= _CUT_BYTES)
+        return sorted(entry for entry in fits if entry[0] < stop and entry[1] > start)
 
     def _read(self, key: str, start: int, stop: int, before: int, parts: Sequence[Buffer]) -> bool:
         """Fills `parts` from byte `before` of an entry on, and checks all of it."""
@@ -261,6 +265,8 @@ class RangeCache:
         size = _on_disk(nbytes)
         os.makedirs(self._root, 0o700, exist_ok=True)
         with self._lock, self._locked_usage() as usage:
+            if not self._keeps:  # what failed while this thread waited fails for it, too
+                return None
             if usage is None:
                 self._stop(f"another process locked it for {_LONGEST_LOCK_SECONDS:g} s")
                 return None

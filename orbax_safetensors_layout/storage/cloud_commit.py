@@ -70,7 +70,7 @@ class InPlace(NewFolder):
             self._storage.remove(join(self.folder, name))
 
 
-class _Claim:
+class _BucketClaim:
     """Shows in the store that a save to `target` is running, as long as its process lives.
 
     Each save puts an object of its own into `folder` and looks for others: of two, one or both see
@@ -151,7 +151,7 @@ class StagedCopy(NewFolder):
         self.folder = partial_folder(target)
         self._storage = storage
         self._rank = rank
-        self._claim = _Claim(f"{self.folder}.claims", target, storage)
+        self._claim = _BucketClaim(f"{self.folder}.claims", target, storage)
         self._keeps = True
 
     def begin(self) -> None:

@@ -27,7 +27,7 @@ from orbax_safetensors_layout.format import Schema
 from orbax_safetensors_layout.options import RetryPolicy
 
 from .http import Origin
-from .remote import AccessDenied, Place, RemoteStorage
+from .remote import AccessDenied, FileAddress, RemoteStorage
 from .retry import Failure, is_transient_status, retry_after_seconds, within
 
 _PATH = re.compile(
@@ -92,7 +92,7 @@ class HubStorage(RemoteStorage):
         self._file(file)
         return self._snapshot().modified_seconds
 
-    def _place(self, file: str) -> Place:
+    def _address(self, file: str) -> FileAddress:
         snapshot, name = self._snapshot(), self._within(file)
         if name not in snapshot.files:
             found = f"commit {snapshot.shown_commit} of {self._root}, without it"
@@ -109,7 +109,7 @@ class HubStorage(RemoteStorage):
         headers = build_hf_headers(library_name=_LIBRARY)
         size, digest = snapshot.files[name]
         repository = f"{redact_urls(self._endpoint)} {self._repo_type} {self._repo_id}"
-        return Place(
+        return FileAddress(
             url,
             headers,
             self._hint,

@@ -1,6 +1,6 @@
 """Files of a server that are read by ranges: what `hf://` and `https://` paths have in common.
 
-No file is fetched whole. What a kind of server is like, `_place`,
+No file is fetched whole. What a kind of server is like, `_address`,
 `is_file` and `list` say.
 """
 
@@ -41,7 +41,7 @@ class AccessDenied(StorageError):
     """A server answers 401 or 403."""
 
 
-class Place(NamedTuple):
+class FileAddress(NamedTuple):
     """Address of a file, at first or after redirects, and what is known of it before a request."""
 
     url: str
@@ -79,7 +79,7 @@ class RemoteStorage(Storage):
         self._closed = False
 
     @abc.abstractmethod
-    def _place(self, file: str) -> Place:
+    def _address(self, file: str) -> FileAddress:
         """Returns where a file is asked for, or raises `CheckpointNotFoundError`."""
 
     def size(self, file: str) -> int:
@@ -138,7 +138,7 @@ class RemoteStorage(Storage):
                 raise StorageError("the storage is closed", file=file)
             remote = self._files.get(file)
             if remote is None:
-                remote = RemoteFile(file, self._place(file), self._connections)
+                remote = RemoteFile(file, self._address(file), self._connections)
                 self._files[file] = remote
             return remote
 
@@ -161,25 +161,25 @@ class RemoteFile:
     it still is of the `noted` version.
     """
 
-    def __init__(self, name: str, place: Place, connections: Connections) -> None:
+    def __init__(self, name: str, address: FileAddress, connections: Connections) -> None:
         self.name = name
-        self.size = place.size
-        self.identity = place.identity
+        self.size = address.size
+        self.identity = address.identity
         self.noted: NotedVersion | None = None
         self.note: Callable[[str], None] = lambda text: None
         self.tag: str | None = None  # the pinned ETag, if it is a strong one
         self.head = memoryview(b"")
         self.modified_seconds: float | None = None
         self.lock = threading.Lock()
-        self._place = place
+        self._address = address
         self._connections = connections
-        self._target = place
+        self._target = address
         self._pin_lock = threading.Lock()
         self._versions: dict[str, str] = {}
 
     @property
     def content_key(self) -> str | None:
-        version = self._place.version or self.tag
+        version = self._address.version or self.tag
         return f"{self.identity} {version} {self.size}" if version else None
 
     def open(self) -> None:
@@ -199,7 +199,7 @@ class RemoteFile:
         """Follows redirects to the bytes; where the last ones have expired, from the beginning."""
         stop = start + sum(map(len, buffers))
         target = self._target
-        may_expire = target is not self._place
+        may_expire = target is not self._address
         for _ in range(_MOST_REDIRECTS):
             headers = {**_HEADERS, **target.headers, "Range": f"bytes={start}-{stop - 1}"}
             if self.noted is not None and self.size is None:
@@ -208,14 +208,14 @@ class RemoteFile:
                 if answer.status in _REDIRECTS:
                     target = self._redirected(target, answer)
                 elif may_expire and 400 <= answer.status < 500 and answer.status not in (408, 429):
-                    target, may_expire = self._place, False
+                    target, may_expire = self._address, False
                 else:
                     length = self._check(target, answer, start, stop)
                     self._target = target
                     return _receive(answer, buffers, length)
         raise Failure(f"{_MOST_REDIRECTS} redirects led to no file", transient=False)
 
-    def _redirected(self, target: Place, answer: Answer) -> Place:
+    def _redirected(self, target: FileAddress, answer: Answer) -> FileAddress:
         location = (answer.headers.get("Location") or "").encode("latin-1").decode(errors="replace")
         try:
             url = urllib.parse.urljoin(target.url, location)
@@ -238,7 +238,7 @@ class RemoteFile:
         headers = target.headers if origin == before else {}
         return target._replace(url=url, headers=headers, is_verified=is_verified)
 
-    def _check(self, target: Place, answer: Answer, start: int, stop: int) -> int:
+    def _check(self, target: FileAddress, answer: Answer, start: int, stop: int) -> int:
         """Checks that an answer is the asked one, of the same file; returns the body's bytes."""
         headers, status = answer.headers, answer.status
         is_plain = headers.get("Content-Encoding", "identity") == "identity"
@@ -269,7 +269,7 @@ class RemoteFile:
             self.note(f"{total} {self.tag}")
         return length
 
-    def _pin(self, target: Place, headers: http.client.HTTPMessage, total: int) -> None:
+    def _pin(self, target: FileAddress, headers: http.client.HTTPMessage, total: int) -> None:
         version = headers.get("ETag") or headers.get("Last-Modified") or "of unknown date"
         # Servers may have different ETags of the same, verified content.
         parts = urllib.parse.urlsplit(target.url)
@@ -290,7 +290,7 @@ class RemoteFile:
                 f"{total} bytes, version {self._quoted(version)}",
             )
 
-    def _host(self, target: Place) -> str:
+    def _host(self, target: FileAddress) -> str:
         return self._quoted(Origin.of(target.url).host)
 
     def _quoted(self, text: str) -> str:
@@ -298,7 +298,7 @@ class RemoteFile:
         text = self._connections.sent.redact(text)
         return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."
 
-    def _refusal(self, target: Place, answer: Answer, start: int, stop: int) -> Exception:
+    def _refusal(self, target: FileAddress, answer: Answer, start: int, stop: int) -> Exception:
         status = answer.status
         cause = f"status {status} from {self._host(target)}"
         if message := answer.headers.get("X-Error-Message"):

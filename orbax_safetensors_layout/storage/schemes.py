@@ -28,10 +28,7 @@ def open_storage(
 
     With a `cache` one for reading alone, which keeps there what is not local.
     """
-    text = os.fsdecode(path)
-    if not text or "\0" in text:  # an empty one would be the working folder
-        problem = "the path is empty, or has a null byte"
-        raise StorageError(problem, file=repr(text), expected="a local path or a URL")
+    check_path(text := os.fsdecode(path))
     scheme, separator, _ = text.partition("://")
     opener = OPENERS.get(scheme + separator if separator else "")
     if opener is None:
@@ -52,6 +49,13 @@ def open_storage(
             raise
     interrupt_when_cancelled(storage)
     return storage, place
+
+
+def check_path(text: str) -> None:
+    """Refuses what no storage has; an empty path would be the working folder."""
+    if not text or "\0" in text:
+        problem = "the path is empty, or has a null byte"
+        raise StorageError(problem, file=repr(text), expected="a local path or a URL")
 
 
 def _open_local(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
+from collections.abc import Collection
 
-from orbax_safetensors_layout.errors import StorageError
+from absl import logging
+
+from orbax_safetensors_layout.errors import StorageError, redact_urls
 from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.runtime import Workers
 
 from .base import join
 from .http import Origin, basic_login
-from .remote import AccessDenied, Place, RemoteStorage
+from .remote import AccessDenied, FileAddress, RemoteStorage
 
 ALLOW_HTTP = "ORBAX_SAFETENSORS_ALLOW_HTTP"
 """Environment variable: 1 to read `http://` paths of other machines, too."""
@@ -26,6 +29,8 @@ _SIGNING = re.compile(
 
 PROBED = ("model.safetensors.index.json", "orbax_safetensors_layout.json", "model.safetensors")
 """Files that are looked for in a folder, since it cannot be listed."""
+
+_PROBES_AT_ONCE = 16
 
 
 class WebStorage(RemoteStorage):
@@ -75,11 +80,7 @@ class WebStorage(RemoteStorage):
 
     def list(self, folder: str) -> list[str]:
         """Return the names in `PROBED` that exist."""
-        answers: dict[str, bool | AccessDenied] = {}
-        with Workers(len(PROBED), "safetensors-probe") as workers:
-            for name in PROBED:
-                workers.submit(self._probe, folder, name, answers)
-            workers.join()
+        answers = self._probe_all(folder, PROBED)
         names = sorted(name for name, answer in answers.items() if answer is True)
         for answer in map(answers.get, PROBED):
             # A store that may not be listed denies what is not there.
@@ -87,14 +88,30 @@ class WebStorage(RemoteStorage):
                 raise answer
         return names
 
+    def existing(self, folder: str, names: Collection[str]) -> set[str]:
+        answers = self._probe_all(folder, names)
+        for name, answer in answers.items():
+            if isinstance(answer, AccessDenied):
+                file = redact_urls(join(folder, name))
+                logging.warning("%s counts as missing: %s", file, answer.found)
+        return {name for name, answer in answers.items() if answer is True}
+
+    def _probe_all(self, folder: str, names: Collection[str]) -> dict[str, bool | AccessDenied]:
+        answers: dict[str, bool | AccessDenied] = {}
+        with Workers(max(1, min(len(names), _PROBES_AT_ONCE)), "safetensors-probe") as workers:
+            for name in names:
+                workers.submit(self._probe, folder, name, answers)
+            workers.join()
+        return answers
+
     def _probe(self, folder: str, name: str, answers: dict[str, bool | AccessDenied]) -> None:
         try:
             answers[name] = super().is_file(join(folder, name))
         except AccessDenied as error:
             answers[name] = error
 
-    def _place(self, file: str) -> Place:
+    def _address(self, file: str) -> FileAddress:
         url = urllib.parse.urlsplit(file)._replace(query=self._query)
         hint = "Check the path, and the credentials in it if it needs any."
         identity = f"{file}?{self._content_query}"
-        return Place(url.geturl(), self._headers, lambda error_code: hint, identity=identity)
+        return FileAddress(url.geturl(), self._headers, lambda error_code: hint, identity=identity)

@@ -31,10 +31,11 @@ from .host import HostValues
 _BLOCKS_IN_FLIGHT = 8
 _BLOCKS_PLANNED = 2048  # at once: each may be of a thousand pieces
 _MOST_BLOCK_BYTES = 32 << 20
+_SMALL_BYTES = 32 << 10  # written in less time than a thread takes to begin
 _GROUP = 8  # packed elements of a block fill whole bytes
 
 
-class _Block(NamedTuple):
+class _TensorRows(NamedTuple):
     """Rows of a tensor, which begin at byte `start` of a file."""
 
     file: OpenFile
@@ -56,7 +57,7 @@ def assemble_files(
 ) -> None:
     """Completes the files that this process owns, of tensors in pieces or made of such arrays."""
     budget = folder.budget.most_bytes
-    blocks: list[_Block] = []
+    blocks: list[_TensorRows] = []
     for file in folder.unfinished():
         file_blocks = [*_blocks(plan, file, sources, budget // _BLOCKS_IN_FLIGHT)]
         folder.expect(file, len(file_blocks))
@@ -65,7 +66,7 @@ def assemble_files(
     report = ProgressReport(progress, sum(block.nbytes for block in blocks))
 
     def take(
-        planned: Sequence[_Block],
+        planned: Sequence[_TensorRows],
         numbers: Sequence[int],
         _: Sequence[int],
         parts: Sequence[np.ndarray],
@@ -73,7 +74,10 @@ def assemble_files(
         jobs = []
         for block in (planned[number] for number in numbers):
             report.add(block.nbytes, block.entry.name)
-            jobs.append(folder.pool.submit(_write, folder, block, parts[0]))
+            if block.nbytes <= _SMALL_BYTES and not folder.storage.appends:
+                _write(folder, block, parts[0])
+            else:
+                jobs.append(folder.pool.submit(_write, folder, block, parts[0]))
         return lambda: [job.result() for job in jobs]
 
     reader = ArrayReader(
@@ -96,7 +100,7 @@ def assemble_files(
 
 def _blocks(
     plan: WritePlan, file: OpenFile, sources: Mapping[str, ArraySource], most_bytes: int
-) -> Iterator[_Block]:
+) -> Iterator[_TensorRows]:
     gathered = {plan.leaves[number].tensor.name for number in file.plan.gathered}
     for entry in file.plan.layout.tensors:
         if entry.name in gathered:
@@ -106,11 +110,11 @@ def _blocks(
             group = _GROUP if entry.dtype.packed else 1
             start = entry.start
             for box in row_blocks(sources[entry.name].shape, entry.dtype.bits, most, group):
-                yield _Block(file, entry, box, start)
+                yield _TensorRows(file, entry, box, start)
                 start += box.size * entry.dtype.bits // 8
 
 
-def _write(folder: CheckpointFolder, block: _Block, values: np.ndarray) -> None:
+def _write(folder: CheckpointFolder, block: _TensorRows, values: np.ndarray) -> None:
     data = values.reshape(-1).view(np.uint8)
     if block.entry.dtype.packed:
         data = pack_bits(data, block.entry.dtype.bits)

@@ -65,12 +65,13 @@ class PreparedTree(NamedTuple):
         shards: ProcessShards,
         dtypes: Sequence[Any] | None = None,
         mapping: LeafMapping | None = None,
+        is_recorded: bool = True,
     ) -> PreparedTree:
         """Reads a tree, as `save` and `plan_save` take it; all leaves that cannot be saved raise.
 
         `dtypes` has for each of `jax.tree.leaves(tree)` the dtype to write an array in, whatever
         the options say; None for the usual. With a mapping there are none, and the tensors that it
-        takes get the dtype of the options, not the leaves.
+        takes get the dtype of the options, not the leaves. `is_recorded`: a manifest is written.
         """
         if mapping is not None:
             check_mapping(mapping)
@@ -80,7 +81,7 @@ class PreparedTree(NamedTuple):
                     " and give WriteOptions.dtype, or a mapping that casts."
                 )
             options = dataclasses.replace(options, dtype=None)
-        parser = _Parser(options, shards, dtypes)
+        parser = _Parser(options, shards, dtypes, is_recorded=is_recorded)
         node = encode_treedef(tree, parser.leaf)
         if parser.problems:
             raise SafetensorsLayoutError.collect(parser.problems, "leaves cannot be saved")
@@ -130,7 +131,12 @@ class PreparedTree(NamedTuple):
 
 class _Parser:
     def __init__(
-        self, options: WriteOptions, shards: ProcessShards, dtypes: Sequence[Any] | None
+        self,
+        options: WriteOptions,
+        shards: ProcessShards,
+        dtypes: Sequence[Any] | None,
+        *,
+        is_recorded: bool,
     ) -> None:
         self.leaves: list[LeafWrite] = []
         self.values: list[Any] = []
@@ -138,10 +144,11 @@ class _Parser:
         self._dtype: np.dtype | None = options.dtype
         self._dtypes: Iterator[Any] = itertools.repeat(None) if dtypes is None else iter(dtypes)
         self._may_pack = options.layout == "hf"  # pieces do not end on whole bytes
+        self._is_recorded = is_recorded
         self._shards = shards
         self._names: set[str] = set()
         self.problems: list[SafetensorsLayoutError] = []
-        self._stored: dict[tuple[np.dtype, bool], tuple[DType, str | None]] = {}
+        self._stored: dict[tuple[np.dtype, int], tuple[DType, str | None]] = {}
 
     def leaf(self, path: Sequence[object], value: Any) -> Leaf:
         dtype = next(self._dtypes)
@@ -199,12 +206,14 @@ class _Parser:
         dtype = np.dtype(value.dtype if asked is None else asked)
         if asked is None and self._dtype is not None and is_floating(dtype):
             dtype = self._dtype
-        pack = self._may_pack and value.size % 8 == 0
-        if (dtype, pack) not in self._stored:
-            stored = storage_dtype(dtype, pack=pack)
+        key = dtype, value.size % 8
+        if key not in self._stored:
+            stored = storage_dtype(
+                dtype, value.size, pack=self._may_pack, is_recorded=self._is_recorded
+            )
             logical = dtype.name if dtype in SUB_BYTE and not stored.packed else None
-            self._stored[dtype, pack] = stored, logical
-        return self._stored[dtype, pack]
+            self._stored[key] = stored, logical
+        return self._stored[key]
 
 
 def _check_kind(value: Any) -> None:

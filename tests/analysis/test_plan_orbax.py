@@ -15,11 +15,10 @@ from meshes import mesh_of, place
 from orbax_calls import save_pytree
 from programs import run_processes
 
-from orbax_safetensors_layout.analysis.cluster_estimate import estimate
-from orbax_safetensors_layout.cli.main import main
-from orbax_safetensors_layout.plan.chunks import ChunkedArray, plan_chunks
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
-from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule, ShardingRules
+from orbax_safetensors_layout.analysis import estimate
+from orbax_safetensors_layout.cli import main
+from orbax_safetensors_layout.plan import ChunkedArray, plan_chunks
+from orbax_safetensors_layout.sharding import MeshShape, ShardingRule, ShardingRules
 
 AXES = {"x": 4, "y": 2}
 SPECS = [(), (("x",),), ((), ("x",)), (("y",), ("x",)), (("x", "y"),), ((), ("y", "x"))]

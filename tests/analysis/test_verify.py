@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 from checkpoints import llama_like, save
 from command_line import run
+from http_server import Server, files_of, serve_range
 from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, place
@@ -23,12 +24,12 @@ from orbax_calls import save_pytree
 from programs import run_processes
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.adapters.orbax_format.orbax_reader import OrbaxReader
+from orbax_safetensors_layout.adapters import OrbaxReader
 from orbax_safetensors_layout.analysis.verification import StructureCheck
 from orbax_safetensors_layout.conversion import chunk_bytes
-from orbax_safetensors_layout.format.digests import dump_digests, join_crc32, parse_digests
-from orbax_safetensors_layout.geometry.box import chunk_parts
-from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.format import dump_digests, join_crc32, parse_digests
+from orbax_safetensors_layout.geometry import chunk_parts
+from orbax_safetensors_layout.storage import LocalStorage
 
 DIGESTS = "orbax_safetensors_layout.digests.json"
 MANIFEST = "orbax_safetensors_layout.json"
@@ -203,6 +204,56 @@ def test_a_flipped_bit_is_found_by_its_checksum(tmp_path, layout):
     assert osl.verify(folder, digests=False).ok
     victim.rename(folder / "elsewhere")
     assert [t for t in texts(osl.verify(folder)) if "is missing; it has a checksum" in t]
+
+
+@pytest.mark.parametrize("absent", [404, 403])
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_checksums_on_a_server_that_lists_no_files_count(tmp_path, layout, absent):
+    """They are asked for by name; some servers deny what is not there."""
+    folder = saved(tmp_path / "saved", layout=layout, digests=True)
+    answer, verifying = files_of(folder), osl.ReadOptions(verify=True)
+
+    def answer_or_deny(request):
+        reply = answer(request)
+        return reply._replace(status=absent) if reply.status == 404 else reply
+
+    with Server(answer_or_deny) as server:
+        url = f"{server.url}/files"
+        assert osl.verify(url).digested_files == osl.verify(folder).digested_files
+        assert osl.load(url, options=verifying).keys() == tensors().keys()
+        cached = osl.ReadOptions(verify=True, cache=tmp_path / "cache")
+        assert osl.load(url, options=cached).keys() == tensors().keys()
+        victim = sorted(folder.glob("*.safetensors"))[-1]
+        whole = victim.read_bytes()
+        victim.write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
+        (finding,) = texts(osl.verify(url))
+        assert finding.startswith(f"{victim.name} has CRC-32 ")
+        for use in (
+            lambda: osl.load(url, options=verifying),
+            lambda: osl.convert(url, tmp_path / "to", format="hf"),
+        ):
+            with pytest.raises(osl.FormatError, match="are not what was saved"):
+                use()
+        (folder / DIGESTS).unlink()
+        assert osl.verify(url).ok
+        osl.convert(url, tmp_path / "to", format="hf")
+
+
+def test_a_server_that_answers_for_all_names_has_no_checksums(tmp_path, caplog):
+    folder = tmp_path / "saved"
+    osl.save(folder, tensors())
+    answer = files_of(folder)
+
+    def answer_or_welcome(request):
+        reply = answer(request)
+        welcome = serve_range(request, b"<html>welcome</html>", {})
+        return welcome if reply.status == 404 else reply
+
+    with Server(answer_or_welcome) as server, caplog.at_level("WARNING"):
+        url = f"{server.url}/files/model.safetensors"
+        osl.convert(url, tmp_path / "to", format="hf")
+    assert "does not list checksums" in caplog.text
+    assert osl.load(tmp_path / "to").keys() == osl.load(folder).keys()
 
 
 @pytest.mark.parametrize("layout", ["hf", "sharded"])

@@ -10,8 +10,7 @@ import safetensors.numpy
 from format_helpers import MemoryStorage, Request, entry, file_bytes, index_bytes, model_file
 from recording import serving
 
-from orbax_safetensors_layout.catalog.catalog import Catalog, read_header
-from orbax_safetensors_layout.catalog.discover import is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint, read_header
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidHeaderError,
@@ -473,7 +472,9 @@ def test_an_incomplete_numbered_set_without_an_index() -> None:
     assert caught.value.file == "/m"
 
 
-def test_a_file_whose_name_counts_to_no_end() -> None:
-    """No set of all those numbers is made."""
-    files = {f"/m/model-00001-of-{10**15}.safetensors": model_file({"a": 2})}
-    assert opened(files).names == ("a",)
+@pytest.mark.parametrize("count", [100_000, 10**15, 10**200])
+def test_a_file_whose_name_counts_to_no_end(count: int) -> None:
+    """It is incomplete as any; no set of all those numbers is made."""
+    files = {f"/m/model-00001-of-{count}.safetensors": model_file({"a": 2})}
+    with pytest.raises(InvalidIndexError, match=f"{count - 1:,} missing: numbers 0*2, 0*3"):
+        opened(files)

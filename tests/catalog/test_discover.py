@@ -1,13 +1,16 @@
 """Folders that are no checkpoint: errors name those below; a step is read at its item."""
 
+import os
+
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import save
+from every_dtype import write
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.__main__ import main
-from orbax_safetensors_layout.analysis.inspection import inspect
+from orbax_safetensors_layout.analysis import inspect
 
 
 def places(root, *folders):
@@ -112,3 +115,50 @@ def test_all_open_a_folder_or_all_refuse_it(tmp_path, capsys, folders, orbax, is
     for command in (["inspect", root], ["plan", root, "--mesh", "x=2"]):
         assert main(list(map(str, command))) == (0 if told is None else 1)
         assert told is None or told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "~/a\0b"])
+def test_a_path_that_none_can_be_is_refused_by_all(tmp_path, path):
+    places(tmp_path, "there")
+    for use in (
+        osl.load,
+        osl.metadata,
+        osl.verify,
+        inspect,
+        osl.consolidate,
+        lambda path: osl.convert(path, tmp_path / "to"),
+        lambda path: osl.convert(path, tmp_path / "to", step=3),
+        lambda path: osl.verify(tmp_path / "there", path),
+    ):
+        with pytest.raises(osl.StorageError, match="is empty, or has a null byte"):
+            use(path)
+
+
+@pytest.mark.parametrize("shape", [(1,) * 65, (0, 1 << 62)])
+def test_shapes_that_numpy_cannot_hold_are_refused_by_all(tmp_path, shape):
+    data = b"" if 0 in shape else bytes(4)
+    (tmp_path / "from").mkdir()
+    write(tmp_path / "from/model.safetensors", {"w": ("F32", shape, data)})
+    same = osl.Mapping([osl.rule("w", osl.tensor("w"))])
+    for use in (
+        osl.load,
+        same.abstract,
+        same.explain,
+        lambda path: osl.load(path, mapping=same),
+        lambda path: osl.metadata(path, mapping=same),
+        lambda path: osl.convert(path, tmp_path / "to", format="hf"),
+        lambda path: osl.convert(path, tmp_path / "to", format="sharded"),
+        lambda path: osl.verify(path, path),
+    ):
+        with pytest.raises(osl.SafetensorsLayoutError, match=r"dimensions|16 TiB"):
+            use(tmp_path / "from")
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_configuration_that_cannot_be_read_is_a_problem_beside_the_tensors(tmp_path, kind):
+    places(tmp_path, "model")
+    make = os.mkdir if kind == "folder" else os.mkfifo
+    make(tmp_path / "model" / "config.json")
+    report = inspect(tmp_path / "model")
+    assert report.total.tensors == 1
+    assert "config.json" in str(report.problem)

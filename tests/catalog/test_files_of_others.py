@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.inspection import inspect
+from orbax_safetensors_layout.analysis import inspect
 
 HEAD = {"w": np.full(2, 1, np.float32), "lm_head.weight": np.full(2, 9, np.float32)}
 
@@ -137,3 +137,49 @@ def test_two_numbered_sets_of_one_name_are_refused(tmp_path):
     with pytest.raises(osl.SafetensorsLayoutError, match="several numbered sets"):
         osl.load(tmp_path)
     assert not osl.verify(tmp_path).ok
+
+
+def test_pieces_without_their_manifest_are_refused_but_one_by_one(tmp_path):
+    tree = {"w": np.arange(4, dtype=np.float32), "q": np.ones(3, ml_dtypes.float4_e2m1fn)}
+    osl.save(tmp_path / "from", tree, options=osl.WriteOptions(layout="sharded"))
+    (tmp_path / "from" / "orbax_safetensors_layout.json").unlink()
+    for use in (
+        osl.load,
+        osl.metadata,
+        osl.plan_load,
+        inspect,
+        lambda path: osl.load(path, only="w"),
+        lambda path: osl.convert(path, tmp_path / "to", format="hf"),
+    ):
+        with pytest.raises(osl.InvalidManifestError, match="holds pieces of tensors"):
+            use(tmp_path / "from")
+    assert not osl.verify(tmp_path / "from").ok
+    (file,) = (tmp_path / "from").glob("*.safetensors")
+    assert osl.load(file)["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_converted_from_one_file_of_pieces_is_a_whole_checkpoint(tmp_path):
+    options = osl.WriteOptions(layout="sharded", metadata={"by": "us"})
+    osl.save(tmp_path / "from", {"w": np.arange(4.0, dtype=np.float32)}, options=options)
+    (file,) = (tmp_path / "from").glob("*.safetensors")
+    osl.convert(file, tmp_path / "to", format="hf")
+    assert osl.verify(tmp_path / "to").ok
+    assert osl.load(tmp_path / "to")["w"].tolist() == [0, 1, 2, 3]
+    with safetensors.safe_open(tmp_path / "to" / "model.safetensors", "numpy") as written:
+        assert written.metadata() == {"by": "us", "format": "pt"}
+
+
+def test_files_of_others_may_have_kept_the_metadata_of_pieces(tmp_path):
+    osl.save(
+        tmp_path / "from",
+        {"w": np.arange(4.0, dtype=np.float32)},
+        options=osl.WriteOptions(layout="sharded"),
+    )
+    (file,) = (tmp_path / "from").glob("*.safetensors")
+    with safetensors.safe_open(file, "numpy") as piece:
+        metadata = piece.metadata()
+    (tmp_path / "merged").mkdir()
+    merged = tmp_path / "merged" / "model.safetensors"
+    safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, merged, metadata)
+    assert osl.load(tmp_path / "merged")["w"].tolist() == [1, 1, 1]
+    assert osl.verify(tmp_path / "merged").ok

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from orbax_safetensors_layout.catalog.piece_catalog import PieceCatalog
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.header import Header, TensorEntry
-from orbax_safetensors_layout.format.pieces import (
+from orbax_safetensors_layout.format import (
+    DTYPES,
+    Header,
     StoredBox,
     StoredPieces,
     StoredTensor,
+    TensorEntry,
     piece_file_prefix,
     piece_name,
 )
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 
 FILES = tuple(f"{piece_file_prefix(n)}00004.safetensors" for n in range(4))
 STORED = StoredPieces(

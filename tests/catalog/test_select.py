@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.catalog.select import (
-    compile_pattern,
-    is_plain,
-    select_names,
-    suggest_names,
-)
+from orbax_safetensors_layout.catalog import compile_pattern, select_names, suggest_names
+from orbax_safetensors_layout.catalog.select import is_plain
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from command_line import run
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout import cli
-from orbax_safetensors_layout.cli.main import COMMANDS, main
+from orbax_safetensors_layout.cli import main
+from orbax_safetensors_layout.cli.main import COMMANDS
 
 
 def test_consolidate(tmp_path):

@@ -11,7 +11,8 @@ import pytest
 from checkpoints import save
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.cli.main import COMMANDS, main
+from orbax_safetensors_layout.cli import main
+from orbax_safetensors_layout.cli.main import COMMANDS
 
 CONFIG = {
     "model_type": "llama",

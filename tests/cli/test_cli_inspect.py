@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, place
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.inspection import inspect
-from orbax_safetensors_layout.catalog.select import compile_pattern
-from orbax_safetensors_layout.cli.main import main
+from orbax_safetensors_layout.analysis import inspect
+from orbax_safetensors_layout.catalog import compile_pattern
+from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.cli.output import name_families
-from orbax_safetensors_layout.storage.base import FIRST_READ_BYTES
+from orbax_safetensors_layout.storage import FIRST_READ_BYTES
 
 
 def layers(count=12):

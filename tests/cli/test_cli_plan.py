@@ -15,17 +15,18 @@ from hypothesis import given, strategies as st
 from programs import run_alone, run_processes
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.cluster_estimate import estimate
-from orbax_safetensors_layout.cli.main import main
+from orbax_safetensors_layout.analysis import estimate
+from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.plan.coverage import coverage
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Partition
-from orbax_safetensors_layout.sharding.sharding_rules import (
+from orbax_safetensors_layout.plan import coverage
+from orbax_safetensors_layout.sharding import (
+    MeshShape,
+    Partition,
     ShardingRule,
     ShardingRules,
-    auto_spec,
     spec_text,
 )
+from orbax_safetensors_layout.sharding.sharding_rules import auto_spec
 
 RULES = [
     "'.*norm.weight' = replicated",

@@ -29,7 +29,7 @@ from recording import recording
 from saved_files import raw_tensors
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage.local_write import ResumableFile
+from orbax_safetensors_layout.storage import ResumableFile, partial_folder
 
 SMALL = osl.ConvertOptions(memory_budget_bytes=256 << 10)  # blocks of 16 KiB
 
@@ -700,3 +700,25 @@ def test_leaves_that_take_no_array_of_an_orbax_source(tmp_path):
     loaded = osl.load(tmp_path / "to")
     np.testing.assert_array_equal(loaded["w"], np.arange(6.0))
     np.testing.assert_array_equal(loaded["zeros"], np.zeros((4, 2), np.float32))
+
+
+@pytest.mark.parametrize("spec", [[], ["'w' = x"]])
+def test_a_mesh_of_whole_tensors_is_said_not_to_count(tmp_path, caplog, spec):
+    """The format of a source of Orbax is by default `hf`."""
+    weights = {"w": random_tensor((8, 4), np.float32)}
+    save_standard(tmp_path / "orbax", weights)
+    with caplog.at_level("WARNING"):
+        osl.convert(tmp_path / "orbax", tmp_path / "hf", mesh={"x": 2}, spec=spec)
+    assert caplog.text.count("do not count") == 1
+    assert "is used by no array" not in caplog.text
+    assert bits(safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")) == bits(weights)
+
+
+@pytest.mark.parametrize(("form", "name"), [("orbax", "written"), ("hf", "finished")])
+def test_what_is_in_the_way_of_the_conversions_folders_is_named(tmp_path, form, name):
+    save(tmp_path / "source", {"w": random_tensor((8, 4), np.float32)})
+    workspace = Path(partial_folder(str(tmp_path / "to"), "convert"))
+    workspace.mkdir()
+    (workspace / name).touch()
+    with pytest.raises(osl.StorageError, match=rf"cannot make the folder.*{name}"):
+        osl.convert(tmp_path / "source", tmp_path / "to", format=form)

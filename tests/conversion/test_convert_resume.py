@@ -16,7 +16,7 @@ from orbax_calls import restore_standard, save_pytree
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.conversion import pipeline
-from orbax_safetensors_layout.conversion.journal import Journal
+from orbax_safetensors_layout.conversion.journal import Journal, WrittenGroup
 from orbax_safetensors_layout.storage import local_commit
 
 PROGRAM = "convert_resume.py"
@@ -255,6 +255,19 @@ def test_a_line_that_a_crash_cut_off_is_no_line(fork_server, tmp_path):
     done = osl.convert(source, tmp_path / "target", **CONTINUED)
     assert 0 < done.resumed_bytes < done.nbytes
     np.testing.assert_array_equal(osl.load(tmp_path / "target")["big"], WEIGHTS["big"])
+
+
+def test_lines_of_the_journal_are_written_whole(tmp_path):
+    """A disk that is nearly full takes the first bytes of a write, without an error."""
+    write = os.write
+    journal = Journal(str(tmp_path), "source", "arguments", block_bytes=8, groups="groups")
+    group = WrittenGroup(["digest"], [("file", 0, 8, 7)], [])
+    with mock.patch("os.write", lambda fd, data: write(fd, data[:7])):
+        journal.open(0)
+        journal.add(0, group)
+        journal.add(1, group)
+    journal.close()
+    assert journal.read() == {0: group, 1: group}
 
 
 DEEP, LONG = "[" * 100_000, '{"version": 1' + "0" * 5000 + "}"

@@ -15,16 +15,16 @@ from hypothesis import example, given, settings, strategies as st
 from saved_files import header
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.file_layout import (
+from orbax_safetensors_layout.format import (
+    DTYPES,
     FileLayout,
     NewTensor,
     index_bytes,
     lay_out,
     natural_key,
+    parse_index,
     split,
 )
-from orbax_safetensors_layout.format.index import parse_index
 
 F32 = DTYPES["F32"]
 PAGE = 4096

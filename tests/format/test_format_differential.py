@@ -19,8 +19,7 @@ import pytest
 import safetensors
 
 from orbax_safetensors_layout.errors import FormatError
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.header import Header, header_length, parse_header
+from orbax_safetensors_layout.format import DTYPES, Header, header_length, parse_header
 
 FACTOR = int(os.environ.get("OSL_FUZZ_FACTOR", "1"))
 CODES = list(DTYPES)

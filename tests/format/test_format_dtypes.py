@@ -7,7 +7,8 @@ import safetensors
 from format_helpers import entry, file_bytes
 
 from orbax_safetensors_layout.errors import UnsupportedDtypeError
-from orbax_safetensors_layout.format.dtypes import DTYPES, dtype_from_code, dtype_from_numpy
+from orbax_safetensors_layout.format import DTYPES, dtype_from_numpy
+from orbax_safetensors_layout.format.dtypes import dtype_from_code
 
 BITS = {
     "BOOL": 8,

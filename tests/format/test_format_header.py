@@ -17,9 +17,13 @@ from orbax_safetensors_layout.errors import (
     TruncatedFileError,
     UnsupportedDtypeError,
 )
-from orbax_safetensors_layout.format import header as header_module
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.header import Header, header_length, parse_header
+from orbax_safetensors_layout.format import (
+    DTYPES,
+    Header,
+    header as header_module,
+    header_length,
+    parse_header,
+)
 
 FILE = "folder/model.safetensors"
 A = entry("U8", [2], 0, 2)

@@ -7,7 +7,7 @@ import pytest
 from format_helpers import index_bytes, refused
 
 from orbax_safetensors_layout.errors import InvalidIndexError
-from orbax_safetensors_layout.format.index import WeightIndex, parse_index
+from orbax_safetensors_layout.format import WeightIndex, parse_index
 
 FILE = "folder/model.safetensors.index.json"
 

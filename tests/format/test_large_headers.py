@@ -15,7 +15,7 @@ from format_helpers import file_bytes
 from programs import program_path
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.format import manifest
 
 EMPTY = '"dtype":"U8","shape":[0],"data_offsets":[0,0]'

@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 
 from orbax_safetensors_layout.errors import InvalidManifestError, UnsupportedDtypeError
 from orbax_safetensors_layout.format import (
+    MAX_DEPTH,
     UNCONSTRAINED,
     Container,
     Manifest,
@@ -31,8 +32,7 @@ from orbax_safetensors_layout.format import (
     piece_name,
 )
 from orbax_safetensors_layout.format.manifest import VERSION
-from orbax_safetensors_layout.format.tree import MAX_DEPTH
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 
 FILE = "folder/orbax_safetensors_layout.json"
 HEAD = '"orbax_safetensors_layout": 1, "layout": "hf"'

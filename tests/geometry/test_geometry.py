@@ -10,9 +10,17 @@ import pytest
 from boxes import boxes_in
 from hypothesis import given, settings, strategies as st
 
-from orbax_safetensors_layout.geometry.affine import AffineView, StridedRuns, row_major_strides
-from orbax_safetensors_layout.geometry.box import Box, Tile, cover, tile
-from orbax_safetensors_layout.geometry.packing import packed_box, unpack_box
+from orbax_safetensors_layout.geometry import (
+    AffineView,
+    Box,
+    StridedRuns,
+    Tile,
+    cover,
+    packed_box,
+    row_major_strides,
+    tile,
+    unpack_box,
+)
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format import DTYPES
 
 
 @pytest.mark.parametrize("code", sorted(DTYPES))

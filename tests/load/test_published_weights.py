@@ -14,7 +14,7 @@ import pytest
 import safetensors
 from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import mesh_of
+from meshes import abstract_of, mesh_of
 from orbax_calls import load_v1, restore_v0
 
 import orbax_safetensors_layout as osl
@@ -65,12 +65,10 @@ def sharding_of(tensor: np.ndarray, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def abstract(expected: dict[str, np.ndarray], spec: PartitionSpec) -> dict[str, object]:
-    return {
-        # The position ids are int64 and x64 is off: all of them fit, so JAX's int32 is no damage.
-        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding_of(tensor, spec))
-        for name, tensor in expected.items()
-    }
+def published_tree(expected: dict[str, np.ndarray], spec: PartitionSpec) -> dict[str, object]:
+    # The position ids are int64 and x64 is off: all of them fit, so JAX's int32 is no damage.
+    tree: dict[str, object] = abstract_of(expected, lambda tensor: sharding_of(tensor, spec))
+    return tree
 
 
 def load_by_v0(file: Path, tree: object) -> dict[str, jax.Array]:
@@ -84,7 +82,7 @@ def test_sharded(tmp_path, file, expected, spec, route):
     linked = tmp_path / "hf" / "model.safetensors"
     linked.parent.mkdir()
     linked.symlink_to(file)
-    loaded = route(linked, abstract(expected, spec))
+    loaded = route(linked, published_tree(expected, spec))
     assert loaded.keys() == expected.keys()
     for name, array in loaded.items():
         tensor = expected[name]
@@ -97,7 +95,7 @@ def test_sharded(tmp_path, file, expected, spec, route):
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_every_byte_is_read_once(file, expected, spec):
-    cost = osl.plan_load(file, abstract(expected, spec)).cost()
+    cost = osl.plan_load(file, published_tree(expected, spec)).cost()
     assert cost.read_bytes == sum(tensor.nbytes for tensor in expected.values())
 
 

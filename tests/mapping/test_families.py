@@ -28,7 +28,7 @@ from orbax_safetensors_layout.errors import (
     MappingError,
     StorageError,
 )
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import families
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers

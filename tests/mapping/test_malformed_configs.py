@@ -16,7 +16,7 @@ import pytest
 from published_configs import CONFIGS, make
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.cli.main import main
+from orbax_safetensors_layout.cli import main
 
 LONGEST_SECONDS = 20  # of one configuration; it says that none hangs
 MOST_BYTES = 512 << 20  # that memory grows by, over all of them

@@ -13,11 +13,8 @@ from mapping_expressions import evaluate
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import natural_key
-from orbax_safetensors_layout.mapping import Mapping, rule
-from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
+from orbax_safetensors_layout.mapping import Mapping, concat, fill, opaque, rule, stack, tensor
 from orbax_safetensors_layout.mapping.expr.einops import parse
-from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
-from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
 from orbax_safetensors_layout.mapping.expr.values import Add, Scale
 from orbax_safetensors_layout.mapping.names import NameTree, substitute
 

@@ -23,14 +23,19 @@ from mapping_expressions import (
 )
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
-from orbax_safetensors_layout.geometry.box import Box, cover
-from orbax_safetensors_layout.mapping import Mapping, rule
-from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
-from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
-from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
-from orbax_safetensors_layout.mapping.expr.quantized import dequantize_block
+from orbax_safetensors_layout.geometry import Box, cover
+from orbax_safetensors_layout.mapping import (
+    Mapping,
+    TensorSpec,
+    concat,
+    dequantize_block,
+    fill,
+    opaque,
+    rule,
+    stack,
+    tensor,
+)
 from orbax_safetensors_layout.mapping.inverse.invert import invert
-from orbax_safetensors_layout.mapping.names import TensorSpec
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.mapping.lookup import find_mapping
+from orbax_safetensors_layout.mapping import find_mapping
 
 CONFIG = {
     "model_type": "llama",

@@ -13,20 +13,23 @@ from hypothesis import given, settings, strategies as st
 from mapping_expressions import ALL_OPS, cases, evaluate, index_only, reader, specs_of
 
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
-from orbax_safetensors_layout.geometry.affine import AffineView
-from orbax_safetensors_layout.geometry.box import Box, cover
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
+from orbax_safetensors_layout.geometry import AffineView, Box, cover
+from orbax_safetensors_layout.mapping import (
     AffinePiece,
+    Cast,
     DecodedPiece,
     FillPiece,
     affine_pieces,
+    apply_ops,
     apply_view,
     assemble_box,
+    concat,
+    fill,
+    opaque,
+    stack,
+    tensor,
 )
-from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
-from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
-from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
-from orbax_safetensors_layout.mapping.expr.values import Add, Cast, Scale, apply_ops
+from orbax_safetensors_layout.mapping.expr.values import Add, Scale
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -11,15 +11,17 @@ from hypothesis import given, settings, strategies as st
 from mapping_expressions import evaluate, index_only, specs_of
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping import Mapping, rule
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import DecodedPiece, affine_pieces
-from orbax_safetensors_layout.mapping.expr.concat_stack import stack
-from orbax_safetensors_layout.mapping.expr.expression import tensor
-from orbax_safetensors_layout.mapping.expr.quantized import (
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.mapping import (
+    DecodedPiece,
+    Mapping,
+    affine_pieces,
     dequantize_block,
     dequantize_int4,
     dequantize_mxfp4,
+    rule,
+    stack,
+    tensor,
 )
 
 F32 = np.dtype(np.float32)

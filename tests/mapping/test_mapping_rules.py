@@ -17,10 +17,16 @@ from programs import program_path
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
-from orbax_safetensors_layout.mapping import Mapping, fingerprint, rule
-from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
-from orbax_safetensors_layout.mapping.expr.expression import fill, tensor
-from orbax_safetensors_layout.mapping.expr.opaque_ops import opaque
+from orbax_safetensors_layout.mapping import (
+    Mapping,
+    concat,
+    fill,
+    fingerprint,
+    opaque,
+    rule,
+    stack,
+    tensor,
+)
 from orbax_safetensors_layout.mapping.names import wildcards
 
 F32 = np.dtype(np.float32)

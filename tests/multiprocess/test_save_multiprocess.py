@@ -11,7 +11,7 @@ import safetensors.numpy
 from checkpoints import assert_same_bits, llama_like, random_tensor
 from programs import run_processes
 
-from orbax_safetensors_layout.plan.writes import PIECES_FOLDER
+from orbax_safetensors_layout.plan import PIECES_FOLDER
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.file_layout import NewTensor
-from orbax_safetensors_layout.format.header import TensorEntry
+from orbax_safetensors_layout.format import DTYPES, NewTensor, TensorEntry
 from orbax_safetensors_layout.options import PROFILES, ReadOptions, WriteOptions
-from orbax_safetensors_layout.plan.cluster import (
+from orbax_safetensors_layout.plan import (
     ClusterTensor,
+    LeafRead,
+    LeafWrite,
     plan_cluster,
     plan_cluster_writes,
+    plan_reads,
+    plan_writes,
 )
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead
-from orbax_safetensors_layout.plan.reads import plan_reads
-from orbax_safetensors_layout.plan.writes import LeafWrite, plan_writes
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape
-from orbax_safetensors_layout.sharding.shards import ProcessShards
+from orbax_safetensors_layout.sharding import MeshShape, ProcessShards
 
 CODES = ["F32", "BF16", "U8", "F64", "F4", "F6_E2M3", "F8_E4M3"]
 

@@ -4,15 +4,18 @@ import math
 
 import jax
 import numpy as np
+import pytest
 import safetensors.numpy
 from hypothesis import given, settings, strategies as st
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from jax_versions import enable_x64
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis import estimate
 from orbax_safetensors_layout.sharding import MeshShape, parse_rules
 
+LATENCY, RATE = 0.1, 1e6
+"""Of a storage whose gaps of 100 kB are read through."""
 SPECS = ["fsdp,tensor", "tensor,fsdp", "-,fsdp", "-,fsdp+tensor", "fsdp", "replicated", "-,tensor"]
 DTYPES = [np.float32, np.uint8, np.float64]
 
@@ -39,25 +42,30 @@ def test_every_process_reads_and_exchanges_what_its_own_plan_says(
     tmp_path_factory, case, replicated
 ):
     mesh, tensors, (latency, rate) = case
-    file = tmp_path_factory.mktemp("once") / "model.safetensors"
-    safetensors.numpy.save_file({name: values for name, (values, _) in tensors.items()}, file)
+    folder = tmp_path_factory.mktemp("once")
+    values = {name: values for name, (values, _) in tensors.items()}
+    for part in range(2):
+        names = [*values][part::2]
+        if names:
+            of_part = {name: values[name] for name in names}
+            safetensors.numpy.save_file(of_part, folder / f"model-{part}.safetensors")
     options = osl.ReadOptions(
         replicated=replicated,
         latency_seconds={"local": latency},
         bandwidth_bytes_per_second={"local": rate},
     )
     rules = parse_rules([f"'{name}' = {spec}" for name, (_, spec) in tensors.items()])
-    of_cluster = estimate(file, mesh, rules, options=options)
+    of_cluster = estimate(folder, mesh, rules, options=options)
     abstract_mesh = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
     tree = {}
-    for placed, (name, (values, _)) in zip(of_cluster.placed, tensors.items(), strict=True):
-        spec = PartitionSpec(*(names or None for names in placed.spec))
-        sharding = NamedSharding(abstract_mesh, spec)
-        tree[name] = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
+    for entry, spec in of_cluster.leaves:
+        parts, like = P(*(names or None for names in spec)), values[entry.name]
+        sharding = NamedSharding(abstract_mesh, parts)
+        tree[entry.name] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
     with enable_x64(True):
         for process, cost in enumerate(of_cluster.costs):
             expected = osl.plan_load(
-                file,
+                folder,
                 tree,
                 options=options,
                 process_index=process,
@@ -66,6 +74,59 @@ def test_every_process_reads_and_exchanges_what_its_own_plan_says(
             assert cost.tensors == expected.tensors
             assert cost.needed_bytes == expected.needed_bytes
             assert cost.exchanged_bytes == expected.exchanged_bytes
+            assert cost.files == expected.files
             if replicated == "auto":
                 assert cost.read_bytes == expected.read_bytes
             assert (cost.requests > 0) == (expected.requests > 0)  # they are estimates
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P("data", "x")], ids=str)
+@pytest.mark.parametrize("part", [1, 8, 64])
+def test_columns_of_a_host_that_do_not_fit_the_budget_together_are_read_once(tmp_path, spec, part):
+    """Its devices read rows instead, and exchange columns; where they fit, no further reads."""
+    values = np.zeros((1024, 4096), np.float32)
+    file = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"t": values}, file)
+    sharding = NamedSharding(AbstractMesh((4, 4), ("data", "x")), spec)
+    tree = {"t": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
+    options = osl.ReadOptions(
+        memory_budget_bytes=values.nbytes // part,
+        latency_seconds={"local": LATENCY},
+        bandwidth_bytes_per_second={"local": RATE},
+    )
+    costs = [
+        osl.plan_load(file, tree, options=options, process_index=n, process_count=4).cost()
+        for n in range(4)
+    ]
+    assert sum(cost.read_bytes for cost in costs) == values.nbytes
+    assert max(cost.read_bytes for cost in costs) == values.nbytes // 4
+    shared = spec == P(None, "x")
+    assert all(cost.exchanged_bytes > 0 for cost in costs) == (shared or part > 4)
+
+
+@pytest.mark.parametrize("replicated", ["auto", "read_once"])
+def test_leaves_that_take_no_tensor_are_planned_beside_others(tmp_path, replicated):
+    file = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"t": np.zeros((8, 4), np.float32)}, file)
+    sharding = NamedSharding(AbstractMesh((4,), ("x",)), P())
+    tree = {
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+        for name, shape in {"t": (8, 4), "ones": (3,)}.items()
+    }
+    rules = [osl.rule("t", osl.tensor("t")), osl.rule("ones", osl.fill((3,), 1, "float32"))]
+    options = osl.ReadOptions(
+        replicated=replicated,
+        bandwidth_bytes_per_second={"local": 1.0},
+    )
+    costs = [
+        osl.plan_load(
+            file,
+            tree,
+            mapping=osl.Mapping(rules),
+            options=options,
+            process_index=process,
+            process_count=2,
+        ).cost()
+        for process in range(2)
+    ]
+    assert sum(cost.read_bytes for cost in costs) == 128

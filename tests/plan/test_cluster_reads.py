@@ -35,6 +35,7 @@ def test_few_layers_are_read_once(cluster_reads, tmp_path, capsys, model, target
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("model", ["llama", "deepseek"])
 @pytest.mark.parametrize("target", ["plain", "maxtext"])
 def test_all_layers_are_read_once(cluster_reads, tmp_path, model, target):

@@ -11,6 +11,13 @@ from meshes import abstract_of, mesh_of
 from recording import recording
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format import DTYPES, TensorEntry
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.options import PROFILES
+from orbax_safetensors_layout.plan import LeafRead
+from orbax_safetensors_layout.plan.coalesce import requests_of
+from orbax_safetensors_layout.plan.planner import RegionPlanner
+from orbax_safetensors_layout.sharding import AddressableShards
 
 SHAPES = {"small": (4, 16, 64), "grouped": (8, 64, 512), "blocks": (8, 256, 2048)}
 SPECS = [P(), P("x"), P(None, "x"), P(None, None, "x"), P("x", "y"), P(None, "x", "y")]
@@ -136,6 +143,26 @@ def test_shards_that_are_computed_one_by_one_read_their_tensor_once(tmp_path, sp
     assert sum(b - a for _, a, b in storage.tensor_ranges()) <= 1.05 * tensor.nbytes
 
 
+@pytest.mark.parametrize("spec", [P(None, "x"), P(None, None, "x")], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_shards_of_all_devices_are_decoded_together(tmp_path, spec, dtype):
+    """Each of a stack's tensors, and its scales, is one read of all of them."""
+    layers, shape = 3, (256, 384)
+    values = random_tensor((layers, *shape), np.dtype(ml_dtypes.float8_e5m2))
+    scales = np.arange(1, 1 + layers * 6, dtype=np.float32).reshape(layers, 2, 3)
+    tensors = {f"t.{i}": values[i] for i in range(layers)}
+    path = save(tmp_path, {**tensors, **{f"scale.{i}": scales[i] for i in range(layers)}})
+    decoded = osl.dequantize_block(osl.tensor("t.{i}"), osl.tensor("scale.{i}"), dtype="float16")
+    mapping = osl.Mapping([osl.rule("leaf", osl.stack(decoded.transpose(), over="i"))])
+    with np.errstate(all="ignore"):
+        expected = values.astype(np.float32) * scales.repeat(128, 1).repeat(128, 2)
+        expected = expected.astype(np.float16).astype(dtype).transpose(0, 2, 1)
+    tree = abstract_of({"leaf": expected}, NamedSharding(mesh_of(x=8), spec))
+    assert len(osl.plan_load(path, tree, mapping=mapping).leaves) == 2 * layers
+    loaded = osl.load(path, tree, mapping=mapping)
+    assert_same_bits(np.asarray(loaded["leaf"]), expected)
+
+
 FILLED = {
     "rows": (
         osl.tensor("t").pad(0, 0, 24, 7),
@@ -198,3 +225,15 @@ def test_gate_and_up_of_mxfp4_read_their_blocks_once(tmp_path):
         assert_same_bits(np.asarray(loaded[name]), value)
     stored = sum(tensor.nbytes for tensor in tensors.values())
     assert sum(b - a for _, a, b in storage.tensor_ranges()) <= 1.05 * stored
+
+
+def test_copies_of_one_tensor_are_joined_as_memory_allows_in_linear_time():
+    entry = TensorEntry("t", DTYPES["F32"], (8,), "f", 100, 132)
+    shards = AddressableShards.private((Box((0,), (8,)),))
+    planner = RegionPlanner(PROFILES["local"], 1 << 30, adopt=False)
+    read = LeafRead.plain("t", entry, shards, np.dtype(np.float32))
+    regions = [region for number in range(95) for region in planner.regions(number, read)]
+    asked = []
+    requests = [*requests_of(regions, lambda region: asked.append(region.leaf) or 3, 31)]
+    assert [len(request.regions) for request in requests] == [10] * 9 + [5]
+    assert len(asked) <= 2 * len(regions)

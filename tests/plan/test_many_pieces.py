@@ -17,7 +17,7 @@ from programs import run_alone
 from recording import recording
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.cli.main import main
+from orbax_safetensors_layout.cli import main
 
 TENSORS = tensors_of_experts(layers=2, experts=4)
 FILES = 8
@@ -29,7 +29,7 @@ def folder(request, tmp_path):
     return tmp_path / "pieces"
 
 
-def abstract(mesh):
+def abstract_pieces(mesh):
     def struct(tensor, dtype):
         spec = P("x") if tensor.shape[0] % 8 == 0 else P()
         return jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -49,8 +49,8 @@ def whole_file(path):
 def test_all_ways_to_read_them(folder, tmp_path):
     assert not [*differing(osl.load(folder), TENSORS)]
     with recording() as storage:
-        loaded = osl.load(folder, abstract(mesh_of(x=8)))
-        cost = osl.plan_load(folder, abstract(mesh_of(x=8))).cost()
+        loaded = osl.load(folder, abstract_pieces(mesh_of(x=8)))
+        cost = osl.plan_load(folder, abstract_pieces(mesh_of(x=8))).cost()
     assert not [*differing({name: np.asarray(v) for name, v in loaded.items()}, TENSORS)]
     ranges = storage.tensor_ranges()
     assert sum(stop - start for _, start, stop in ranges) == cost.read_bytes
@@ -91,7 +91,7 @@ def test_a_few_of_them(folder):
 @pytest.mark.parametrize("process", [0, 5])
 def test_each_process_of_the_cluster_that_saved_reads_its_own_file(tmp_path, process):
     write(tmp_path / "pieces", [t for t in TENSORS if t.shape[0] % FILES == 0], FILES)
-    tensors = abstract(AbstractMesh((FILES,), ("x",)))
+    tensors = abstract_pieces(AbstractMesh((FILES,), ("x",)))
     split = {name: leaf for name, leaf in tensors.items() if leaf.shape[0] % FILES == 0}
     planned = osl.plan_load(tmp_path / "pieces", split, process_index=process, process_count=FILES)
     cost = planned.cost()
@@ -116,7 +116,7 @@ def test_the_estimate_of_a_cluster(folder, capsys):
     assert main([*arguments, "--replicated", "each"]) == 0
     report = json.loads(capsys.readouterr().out)
     mesh = AbstractMesh((8,), ("x",))
-    tree = abstract(mesh)
+    tree = abstract_pieces(mesh)
     for name, leaf in tree.items():
         if len(leaf.shape) < 2:  # vectors are not split by the rule `auto`
             sharding = NamedSharding(mesh, P())

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from plans import grid_boxes, held_boxes
 
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.plan.ownership import PieceWriters, file_owners
-from orbax_safetensors_layout.sharding.holders import GlobalShards
+from orbax_safetensors_layout.sharding import GlobalShards
 
 
 def replicated(shape, processes):

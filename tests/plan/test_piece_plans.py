@@ -13,15 +13,13 @@ from plans import read_all
 from recording import RecordingStorage
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.header import TensorEntry
-from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead, TensorPiece
-from orbax_safetensors_layout.plan.reads import ReadPlan, plan_reads
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.format import DTYPES, TensorEntry
+from orbax_safetensors_layout.geometry import AffineView, Box, row_major_strides
+from orbax_safetensors_layout.plan import LeafRead, ReadPlan, plan_reads
+from orbax_safetensors_layout.plan.leaf_reads import TensorPiece
 from orbax_safetensors_layout.reading.read import PlanReader
-from orbax_safetensors_layout.sharding.holders import AddressableShards
+from orbax_safetensors_layout.sharding import AddressableShards
 
 LOCAL = osl.ReadOptions().profile("local")
 

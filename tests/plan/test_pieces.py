@@ -17,15 +17,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from plans import read_all
 from recording import RecordingStorage
 
-from orbax_safetensors_layout.catalog.catalog import Catalog
-from orbax_safetensors_layout.geometry.affine import AffineView, row_major_strides
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.geometry import AffineView, Box, row_major_strides
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.plan import coalesce, regions
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead, TensorPiece
-from orbax_safetensors_layout.plan.reads import plan_reads
+from orbax_safetensors_layout.plan import LeafRead, coalesce, plan_reads, regions
+from orbax_safetensors_layout.plan.leaf_reads import TensorPiece
 from orbax_safetensors_layout.reading import staged_blocks
-from orbax_safetensors_layout.sharding.holders import AddressableShards
+from orbax_safetensors_layout.sharding import AddressableShards
 
 DTYPES = [*map(np.dtype, ["u1", "i2", "f4", "c8", ml_dtypes.bfloat16])]
 

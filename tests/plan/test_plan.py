@@ -17,7 +17,7 @@ from random_trees import MESHES, specs
 from recording import recording
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.sharding.shards import ProcessShards, box_of
+from orbax_safetensors_layout.sharding import ProcessShards, box_of
 
 
 @given(st.data())

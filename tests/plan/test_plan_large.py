@@ -8,15 +8,12 @@ import pytest
 from programs import run_alone
 from recording import RecordingStorage
 
-from orbax_safetensors_layout.analysis.cluster_estimate import estimate
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.analysis import estimate
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.options import PROFILES, ReadOptions
-from orbax_safetensors_layout.plan.leaf_reads import LeafRead
-from orbax_safetensors_layout.plan.reads import plan_reads
+from orbax_safetensors_layout.plan import LeafRead, plan_reads
 from orbax_safetensors_layout.reading.read import PlanReader
-from orbax_safetensors_layout.sharding.holders import AddressableShards
-from orbax_safetensors_layout.sharding.mesh_shape import MeshShape, Partition
-from orbax_safetensors_layout.sharding.sharding_rules import ShardingRule
+from orbax_safetensors_layout.sharding import AddressableShards, MeshShape, Partition, ShardingRule
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MOST_BYTES = 500e6

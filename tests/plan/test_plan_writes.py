@@ -14,12 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 from plans import all_plans, check_plans, held_boxes, leaf_writes, shape_of
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.file_layout import NewTensor
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.plan.writes import LeafWrite
-from orbax_safetensors_layout.sharding.holders import GlobalShards
-from orbax_safetensors_layout.sharding.shards import ProcessShards
+from orbax_safetensors_layout.format import DTYPES, NewTensor
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.plan import LeafWrite
+from orbax_safetensors_layout.sharding import GlobalShards, ProcessShards
 
 P = PartitionSpec
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -3,7 +3,7 @@ import signal
 import sys
 
 from orbax_safetensors_layout.cli import main
-from orbax_safetensors_layout.writing.folder import CheckpointFolder
+from orbax_safetensors_layout.writing import CheckpointFolder
 
 begin = CheckpointFolder.begin_file
 

@@ -1,7 +1,7 @@
 import jax
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage.local_write import ResumableFile
+from orbax_safetensors_layout.storage import ResumableFile
 
 
 def main(checkpoint, target):

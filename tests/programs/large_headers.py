@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog
 
 try:
     result = osl.verify(sys.argv[2]).ok if sys.argv[1] == "verify" else Catalog.open(sys.argv[2])

@@ -10,7 +10,7 @@ import peak_memory
 from many_pieces import tensors_of_experts, write
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.cli.main import main
+from orbax_safetensors_layout.cli import main
 
 jax.devices()
 

@@ -1,5 +1,5 @@
 from orbax_safetensors_layout.options import Progress
-from orbax_safetensors_layout.runtime.progress import progress_callback
+from orbax_safetensors_layout.runtime import progress_callback
 
 with progress_callback(True) as report:
     report(Progress(5, 10, "some.weight"))

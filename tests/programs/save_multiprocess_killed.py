@@ -12,7 +12,8 @@ def main(path, target, kind, process):
 
     from orbax_safetensors_layout.runtime import process_group
     from orbax_safetensors_layout.save import PreparedSave
-    from orbax_safetensors_layout.storage.local_write import LocalFileWriter, ResumableFile
+    from orbax_safetensors_layout.storage import ResumableFile
+    from orbax_safetensors_layout.storage.local_write import LocalFileWriter
 
     process_group.SILENCE_SECONDS = 5.0
     tree = make_tree(path, "replicated")

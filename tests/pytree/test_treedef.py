@@ -23,6 +23,7 @@ from flax.training.train_state import TrainState
 from hypothesis import given, settings, strategies as st
 
 from orbax_safetensors_layout.format import (
+    MAX_DEPTH,
     Container,
     Leaf,
     Manifest,
@@ -33,9 +34,12 @@ from orbax_safetensors_layout.format import (
     leaves,
     parse_manifest,
 )
-from orbax_safetensors_layout.format.tree import MAX_DEPTH
-from orbax_safetensors_layout.pytree.keys import dotted_name, unboxed_name
-from orbax_safetensors_layout.pytree.treedef import decode_treedef, encode_treedef
+from orbax_safetensors_layout.pytree import (
+    decode_treedef,
+    dotted_name,
+    encode_treedef,
+    unboxed_name,
+)
 
 
 class Point(NamedTuple):

@@ -27,14 +27,9 @@ import orbax_safetensors_layout.runtime.memory as buffers_module
 from orbax_safetensors_layout.options import PROFILES
 from orbax_safetensors_layout.reading import tile_buffers
 from orbax_safetensors_layout.reading.read import PlanReader
-from orbax_safetensors_layout.runtime.memory import (
-    HUGE_PAGE_BYTES,
-    SLOT_ALIGNMENT,
-    Pages,
-    Staging,
-    allocate,
-)
-from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT, Staging, allocate
+from orbax_safetensors_layout.runtime.memory import HUGE_PAGE_BYTES, Pages
+from orbax_safetensors_layout.storage import LocalStorage
 
 
 def pointers(array: jax.Array) -> list[int]:

@@ -17,7 +17,7 @@ from random_trees import sharded_tensors
 from recording import recording
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.catalog.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog
 
 NO_GAPS = osl.ReadOptions(latency_seconds={"local": 0.0})
 

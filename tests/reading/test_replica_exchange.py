@@ -17,9 +17,9 @@ from mapping_expressions import ALL_OPS, cases
 from meshes import any_sharding, mesh_of
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format import DTYPES
 from orbax_safetensors_layout.reading.all_gather import SendBuffer
-from orbax_safetensors_layout.sharding.holders import ReplicaGrid
+from orbax_safetensors_layout.sharding import ReplicaGrid
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SPECS = [(), ("a",), (None, "a"), ("a", "b"), (("b", "a"),), (None, "b")]

@@ -12,11 +12,11 @@ import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of
-from saved_files import raw_tensors
+from saved_files import PACKED_BITS, assert_saved, raw_tensors, write_packed
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis.inspection import inspect
-from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.analysis import inspect
+from orbax_safetensors_layout.format import MANIFEST
 
 FLOATS = ["float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"]
 INTEGERS = ["int4", "uint4", "int2", "uint2"]
@@ -129,6 +129,52 @@ def test_a_recorded_dtype_that_does_not_fit_the_file_is_refused(layout, tmp_path
     for read in (osl.load, osl.metadata, lambda path: osl.load(path, only="*")):
         with pytest.raises(osl.InvalidManifestError, match=r"I8 for int4.*U8"):
             read(tmp_path)
+    assert not osl.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12])
+def test_packed_elements_stay_packed_or_are_refused_without_a_manifest(tmp_path, dtype, size):
+    value = values_of(np.dtype(getattr(ml_dtypes, dtype)), size)
+    bits, same = PACKED_BITS[value.dtype], osl.Mapping([osl.rule("w", osl.tensor("w"))])
+    others = osl.Mapping([osl.rule("w", osl.tensor("v").slice(0, 0, size))])
+    osl.save(tmp_path / "others", {"v": values_of(value.dtype, 25)})
+    osl.save(tmp_path / "saved", {"w": value})
+    ways = {
+        "mapped": lambda to: osl.save(to, {"w": value}, mapping=same),
+        "cut": lambda to: osl.convert(tmp_path / "others", to, format="hf", mapping=others),
+        "file": lambda to: osl.convert(tmp_path / "saved/model.safetensors", to, format="hf"),
+    }
+    for name, write in ways.items():
+        if size * bits % 8:
+            with pytest.raises(osl.SafetensorsLayoutError, match="fill whole bytes"):
+                write(tmp_path / name)
+            assert not (tmp_path / name).exists()
+        else:
+            write(tmp_path / name)
+            assert_saved(tmp_path / name, {"w": value})
+    assert_saved(tmp_path / "saved", {"w": value})
+    if size * bits % 8 == 0:
+        write_packed(tmp_path / "hf", {"w": value})
+        for form in ("hf", "sharded"):
+            osl.convert(tmp_path / "hf", tmp_path / f"to_{form}", format=form)
+            osl.consolidate(tmp_path / f"to_{form}") if form == "sharded" else None
+            assert_saved(tmp_path / f"to_{form}", {"w": value})
+
+
+def test_a_file_of_pieces_by_itself_has_the_saved_dtypes(stored, tmp_path):
+    path, value = stored
+    mesh = mesh_of(jax.devices()[:7], x=7)
+    if not value.dtype.name.startswith("float6"):
+        leaf = jax.device_put(value, NamedSharding(mesh, P("x")))
+        osl.save(path, {"w": leaf}, options=osl.WriteOptions(layout="sharded"), overwrite=True)
+    (file,) = path.glob("*.safetensors")
+    for name, piece in osl.load(file).items():
+        start = int(name.partition("@")[2].partition(",")[0] or 0)
+        assert_same_bits(piece, value[start : start + len(piece)])
+        assert osl.metadata(file)[name].dtype == value.dtype
+        floats = osl.load(file, {name: np.zeros(piece.shape, np.float32)})[name]
+        assert_same_bits(floats, piece.astype(np.float32))
 
 
 def test_bytes_that_are_no_values_are_refused(tmp_path):

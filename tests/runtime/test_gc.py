@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from orbax_safetensors_layout.runtime.gc import frozen_heap
+from orbax_safetensors_layout.runtime import frozen_heap
 
 FEW = 2_000  # Python 3.12 begins with some hundred
 

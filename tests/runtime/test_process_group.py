@@ -13,8 +13,7 @@ import pytest
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.reading import replica_exchange
-from orbax_safetensors_layout.runtime import process_group
-from orbax_safetensors_layout.runtime.process_group import ProcessGroup
+from orbax_safetensors_layout.runtime import ProcessGroup, process_group
 
 PROMPT_SECONDS = 50  # below any time-out here, far above what a busy machine needs
 
@@ -105,6 +104,50 @@ def make_groups(
 @pytest.fixture
 def store():
     return MemoryStore()
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_values_are_gathered_from_all(store, count):
+    def work(group):
+        return [sorted(group.gather("naming", f"{step}/{group.process_index}")) for step in "abc"]
+
+    expected = [[f"{step}/{process}" for process in range(count)] for step in "abc"]
+    assert together(store, count, work, name="gathered") == [expected] * count
+    assert not [key for key in store.values if "/0/value/" in key]
+
+
+def test_few_waits_are_left_in_the_store_for_a_process_that_is_late(store, monkeypatch):
+    monkeypatch.setattr(process_group, "_PROMPT_SECONDS", 0.2)
+    waits: list[str] = []
+    get = store.get
+
+    def counted(key, timeout_seconds):
+        if "/said/" in key:
+            waits.append(key)
+        return get(key, timeout_seconds)
+
+    monkeypatch.setattr(store, "get", counted)
+
+    def work(group):
+        if group.process_index == 1:
+            time.sleep(1.5)
+        group.barrier("naming")
+        return "done"
+
+    assert together(store, 2, work, name="late") == ["done"] * 2
+    assert 1 <= len(waits) <= 2
+
+
+def test_a_process_that_fails_before_values_are_gathered_fails_all(store):
+    def work(group):
+        if group.process_index == 1:
+            raise OSError("no such folder")
+        return group.gather("naming", "x")
+
+    first, second, third = together(store, 3, work, name="gathered")
+    assert isinstance(second, OSError)
+    assert "process 1 failed while naming: OSError: no such folder" in str(first)
+    assert [type(first), type(third)] == [osl.PeerError] * 2
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

@@ -31,16 +31,14 @@ from random_trees import random_bits, trees
 from saved_files import assert_saved, header, raw_file, raw_tensors
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.file_layout import NewTensor, lay_out
-from orbax_safetensors_layout.geometry.box import Box, Tile
-from orbax_safetensors_layout.plan.writes import FilePart, FileWrite, LeafWrite, WritePlan
-from orbax_safetensors_layout.runtime.process_group import ProcessGroup
-from orbax_safetensors_layout.runtime.tasks import Workers
-from orbax_safetensors_layout.sharding.holders import GlobalShards
-from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.writing.folder import CheckpointFolder
-from orbax_safetensors_layout.writing.write import _PartWriter, write_parts
+from orbax_safetensors_layout.format import DTYPES, NewTensor, lay_out
+from orbax_safetensors_layout.geometry import Box, Tile
+from orbax_safetensors_layout.plan import FilePart, FileWrite, LeafWrite, WritePlan
+from orbax_safetensors_layout.runtime import ProcessGroup, Workers
+from orbax_safetensors_layout.sharding import GlobalShards
+from orbax_safetensors_layout.storage import LocalStorage
+from orbax_safetensors_layout.writing import CheckpointFolder, write_parts
+from orbax_safetensors_layout.writing.write import _PartWriter
 
 P = PartitionSpec
 MIB = 1 << 20
@@ -847,7 +845,7 @@ def test_an_interrupt(old):
 
 
 def test_what_an_earlier_crash_left_is_removed(old):
-    from orbax_safetensors_layout.storage.local_commit import partial_folder
+    from orbax_safetensors_layout.storage import partial_folder
 
     partial = Path(partial_folder(os.path.realpath(old)))
     partial.mkdir()

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import assert_same_bits, save
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
-from mapped_llama import BF16, SPECS, abstract, path, saved_mapping as mapping, tensors
+from mapped_llama import BF16, SPECS, abstract_llama, path, saved_mapping as mapping, tensors
 from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape
 from meshes import any_sharding, mesh_of
 from programs import run_processes
@@ -17,15 +17,15 @@ from saved_files import CODES, PACKED_BITS, write_packed
 from saving import opened
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.dtypes import NARROW_INTEGERS, ONE_A_BYTE
-from orbax_safetensors_layout.runtime.process_group import ProcessGroup
+from orbax_safetensors_layout.format import NARROW_INTEGERS, ONE_A_BYTE
+from orbax_safetensors_layout.runtime import ProcessGroup
 
 __all__ = ["path", "tensors"]  # fixtures
 
 
 @pytest.mark.parametrize("split", SPECS)
 def test_there_and_back(tmp_path, path, tensors, split):
-    tree = osl.load(path, abstract(path, split), mapping=mapping())
+    tree = osl.load(path, abstract_llama(path, split), mapping=mapping())
     osl.save(
         tmp_path / "out", tree, mapping=mapping(), options=osl.WriteOptions(max_file_bytes=40_000)
     )
@@ -281,7 +281,7 @@ def test_a_cast_that_narrows_is_saved_where_that_is_accepted(tmp_path):
 
 def test_in_another_dtype(tmp_path, path, tensors):
     """Leaves that were computed in float32 go back to the dtype of their checkpoint."""
-    tree = osl.load(path, abstract(path, "both"), mapping=mapping())
+    tree = osl.load(path, abstract_llama(path, "both"), mapping=mapping())
     options = osl.WriteOptions(dtype="bfloat16")
     plan = osl.plan_save(tree, mapping=mapping(), options=options)
     assert {
@@ -317,7 +317,7 @@ def test_what_does_not_invert_is_refused(tmp_path):
 
 
 def test_progress_reaches_the_whole(tmp_path, path):
-    tree = osl.load(path, abstract(path, "both"), mapping=mapping())
+    tree = osl.load(path, abstract_llama(path, "both"), mapping=mapping())
     seen = []
     options = osl.WriteOptions(progress=seen.append, concurrency=1)
     osl.save(tmp_path / "out", tree, mapping=mapping(), options=options)
@@ -329,7 +329,7 @@ def test_progress_reaches_the_whole(tmp_path, path):
 
 
 def test_a_peer_that_fails_ends_the_save(tmp_path, path, monkeypatch):
-    tree = osl.load(path, abstract(path, "both"), mapping=mapping())
+    tree = osl.load(path, abstract_llama(path, "both"), mapping=mapping())
 
     def check(group, doing):
         raise osl.PeerError("process 1 failed")
@@ -342,7 +342,7 @@ def test_a_peer_that_fails_ends_the_save(tmp_path, path, monkeypatch):
 
 @pytest.mark.parametrize("split", SPECS)
 def test_two_processes_write_the_bytes_of_one(tmp_path, path, split):
-    tree = osl.load(path, abstract(path, split), mapping=mapping())
+    tree = osl.load(path, abstract_llama(path, split), mapping=mapping())
     options = osl.WriteOptions(max_file_bytes=40_000)
     osl.save(tmp_path / "one", tree, mapping=mapping(), options=options)
     run_processes(

@@ -11,7 +11,7 @@ from checkpoints import save
 from recording import recording
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format.manifest import MANIFEST
+from orbax_safetensors_layout.format import MANIFEST
 from orbax_safetensors_layout.storage.commit_note import entries_of
 from orbax_safetensors_layout.writing import appearance_rank
 

@@ -31,10 +31,7 @@ from orbax_safetensors_layout.format import (
     SingleDeviceRecord,
     parse_manifest,
 )
-from orbax_safetensors_layout.sharding.serialize import (
-    ShardingTable,
-    decode_sharding,
-)
+from orbax_safetensors_layout.sharding import ShardingTable, decode_sharding
 
 P = PartitionSpec
 DEVICES = jax.devices()

@@ -23,16 +23,16 @@ import numpy as np
 import pytest
 from format_helpers import MemoryStorage
 from http_server import Reply, Server, file_server, serve_range
-from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import abstract_of, mesh_of
+from jax.sharding import PartitionSpec as P
+from meshes import abstract_of, over_matrices
 from programs import run_processes
 from remote_checks import TOKEN, assert_same, hub_in_use
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.options import CacheFolder
-from orbax_safetensors_layout.storage.base import join
+from orbax_safetensors_layout.storage import join, open_storage
 from orbax_safetensors_layout.storage.cache import CachedStorage, RangeCache
-from orbax_safetensors_layout.storage.schemes import open_storage
 
 PROGRAM = "cache_load.py"
 MIB = 1 << 20
@@ -151,12 +151,6 @@ def web(empty_web, folder):
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with hub_in_use(monkeypatch, tmp_path) as hub:
-        yield hub
-
-
-@pytest.fixture
 def cache(tmp_path):
     return tmp_path / "cache"
 
@@ -164,11 +158,6 @@ def cache(tmp_path):
 def load(remote, cache, tree=None, *, cache_bytes=PLENTY, **kwargs):
     options = osl.ReadOptions(cache=cache, cache_bytes=cache_bytes, retries=QUICK)
     return osl.load(getattr(remote, "url", remote), tree, options=options, **kwargs)
-
-
-def abstract(spec):
-    mesh = mesh_of(x=4, y=2)
-    return abstract_of(TENSORS, lambda v: NamedSharding(mesh, spec if v.ndim == 2 else P()))
 
 
 def total(ranges):
@@ -231,18 +220,43 @@ def test_the_second_load_fetches_nothing(remote, folder, cache):
     assert union(first) == union(plain)
     assert total(first) <= total(plain)
     for spec in (P("x", "y"), P(None, ("x", "y")), P(("x", "y")), P()):
-        assert_same(load(remote, cache, abstract(spec)), TENSORS)
+        assert_same(load(remote, cache, abstract_of(TENSORS, over_matrices(spec))), TENSORS)
     osl.plan_load(remote.url, options=osl.ReadOptions(cache=cache))
     assert remote.fetched() == []
 
 
 def test_plans_are_of_needed_bytes_with_and_without_a_cache(remote, folder, cache):
     remote.publish(folder)
-    plan = osl.plan_load(remote.url, abstract(P("x", "y")))
+    tree = abstract_of(TENSORS, over_matrices(P("x", "y")))
+    plan = osl.plan_load(remote.url, tree)
     load(remote, cache)
-    cached = osl.plan_load(remote.url, abstract(P("x", "y")), options=osl.ReadOptions(cache=cache))
+    cached = osl.plan_load(remote.url, tree, options=osl.ReadOptions(cache=cache))
     assert cached.cost() == plan.cost()
     assert sorted(cached.ranges()) == sorted(plan.ranges())
+
+
+def test_conversions_plans_and_checks_fetch_nothing_twice(web, cache, tmp_path, capsys):
+    kept = {"cache": cache, "cache_bytes": PLENTY}
+    calls = [
+        lambda: osl.convert(
+            web.url,
+            tmp_path / f"converted-{uuid.uuid4().hex}",
+            format="hf",
+            options=osl.ConvertOptions(**kept),
+        ),
+        lambda: main(["plan", web.url, "--mesh", "x=4", "-q", "--cache", str(cache)]),
+        lambda: osl.verify(web.url, options=osl.ReadOptions(**kept)),
+        lambda: main(["verify", web.url, "-q", "--cache", str(cache), "--cache-bytes", "1GB"]),
+    ]
+    for call in calls:
+        shutil.rmtree(cache, ignore_errors=True)
+        call()
+        assert total(web.fetched()) > 0
+        call()
+        assert web.fetched() == []
+    first, second, *_ = tmp_path.glob("converted-*")
+    for converted in (first, second):
+        assert_same(osl.load(converted), TENSORS)
 
 
 def test_a_part_is_fetched_once(remote, folder, cache):
@@ -369,8 +383,15 @@ def _misname(path, rng, folder):
     path.rename(path.with_name(f"{start + 1}-{stop + 1}"))
 
 
+def _overstate(path, rng, folder):
+    start, _ = map(int, path.name.split("-"))
+    path.rename(path.with_name(f"{start}-{start + (1 << 62)}"))
+
+
 @pytest.mark.parametrize(
-    "damage", [_flip, _cut, _extend, _empty, _exchange, _delete, _misname], ids=lambda d: d.__name__
+    "damage",
+    [_flip, _cut, _extend, _empty, _exchange, _delete, _misname, _overstate],
+    ids=lambda d: d.__name__,
 )
 def test_damaged_entries_are_fetched_again(web, cache, damage):
     load(web, cache)
@@ -609,6 +630,24 @@ def test_a_lock_that_nobody_gives_up_does_not_stop_a_load(web, cache, warnings_o
         assert_same(load(web, cache), TENSORS)
     assert len(warnings_of) == 1
     assert "locked" in warnings_of[0]
+
+
+def test_threads_that_waited_for_a_lock_that_was_given_up_keep_nothing(tmp_path, monkeypatch):
+    """Each would wait as long again, one after the other."""
+    monkeypatch.setattr("orbax_safetensors_layout.storage.cache._LONGEST_LOCK_SECONDS", 0.5)
+    ranges = RangeCache(CacheFolder(str(tmp_path), PLENTY))
+    with open(tmp_path / "orbax_safetensors_layout.cache" / "usage", "rb") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)
+        monkeypatch.setattr(absl.logging, "warning", lambda *_: fcntl.flock(usage, fcntl.LOCK_UN))
+        threads = [
+            threading.Thread(target=ranges.keep, args=("f", n * MIB, [memoryview(bytearray(8))]))
+            for n in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert entries(tmp_path) == []
 
 
 def test_no_secret_is_kept_and_another_signature_finds_the_same(web, cache):

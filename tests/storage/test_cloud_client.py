@@ -13,8 +13,8 @@ from obstore import exceptions
 from remote_checks import shown
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.storage import open_storage
 from orbax_safetensors_layout.storage.cloud_client import classify, open_client
-from orbax_safetensors_layout.storage.schemes import open_storage
 
 POLICY = osl.RetryPolicy(attempts=3, total_seconds=9, attempt_seconds=4)
 

@@ -14,8 +14,7 @@ from faults import Fault
 from versions import NEW, OLD, trees_equal
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import cloud, cloud_commit
-from orbax_safetensors_layout.storage.schemes import open_storage
+from orbax_safetensors_layout.storage import cloud, cloud_commit, open_storage
 
 OTHER = {**OLD, "a": np.arange(10.0) + 5}
 OPTIONS = osl.WriteOptions(max_file_bytes=1, concurrency=1)
@@ -79,7 +78,8 @@ def check_outcome(target, error):
 
 
 @pytest.mark.parametrize(
-    "calls", [(cloud_commit._Claim, "check"), (obstore, "copy"), (obstore, "list_with_delimiter")]
+    "calls",
+    [(cloud_commit._BucketClaim, "check"), (obstore, "copy"), (obstore, "list_with_delimiter")],
 )
 def test_a_save_that_was_cut_off_touches_nothing_of_another_one(place, monkeypatch, calls):
     for nth in itertools.count():

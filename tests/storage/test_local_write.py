@@ -17,9 +17,8 @@ from hypothesis import given, settings, strategies as st
 from limits import full_disk
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import local_write
-from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.local_write import LocalFileWriter, flush_folder
+from orbax_safetensors_layout.storage import LocalStorage, flush_folder, local_write
+from orbax_safetensors_layout.storage.local_write import LocalFileWriter
 
 real_pwritev = os.pwritev
 

@@ -26,7 +26,7 @@ from remote_checks import shown
 from versions import NEW, OLD, trees_equal
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage.schemes import open_storage
+from orbax_safetensors_layout.storage import open_storage
 
 MIB = 1 << 20
 

@@ -15,8 +15,7 @@ from faults import Fault
 from remote_checks import shown
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage.base import join
-from orbax_safetensors_layout.storage.schemes import open_storage
+from orbax_safetensors_layout.storage import join, open_storage
 
 MIB = 1 << 20
 DATA = np.random.default_rng(0).bytes(3 * MIB + 5)

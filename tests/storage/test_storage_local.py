@@ -12,8 +12,7 @@ from hypothesis import given, strategies as st
 from limits import few_descriptors
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage.local import LocalStorage
-from orbax_safetensors_layout.storage.schemes import open_storage
+from orbax_safetensors_layout.storage import LocalStorage, open_storage
 
 MIB = 1 << 20
 

@@ -25,18 +25,16 @@ import numpy as np
 import pytest
 import urllib3.connection
 from http_server import Reply, Server, file_server, serve_range
-from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import abstract_of, mesh_of
+from jax.sharding import PartitionSpec as P
+from meshes import abstract_of, over_matrices
 from programs import run_alone, run_processes
-from remote_checks import TOKEN, assert_no_secret, assert_same, hub_in_use, shown
+from remote_checks import TOKEN, assert_no_secret, assert_same, shown
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.cli.main import main
-from orbax_safetensors_layout.format.index import MAIN_INDEX
-from orbax_safetensors_layout.format.manifest import MANIFEST
-from orbax_safetensors_layout.storage import hub as hub_storage, web
+from orbax_safetensors_layout.cli import main
+from orbax_safetensors_layout.format import MAIN_INDEX, MANIFEST
+from orbax_safetensors_layout.storage import hub as hub_storage, open_storage, web
 from orbax_safetensors_layout.storage.hub import HubStorage
-from orbax_safetensors_layout.storage.schemes import open_storage
 
 MIB = 1 << 20
 TENSORS = checkpoints.llama_like()
@@ -50,20 +48,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
-    with hub_in_use(monkeypatch, tmp_path) as hub:
-        yield hub
-
-
-@pytest.fixture
 def files(folder):
     with file_server(folder) as server:
         yield server
-
-
-def abstract(spec):
-    mesh = mesh_of(x=4, y=2)
-    return abstract_of(TENSORS, lambda v: NamedSharding(mesh, spec if v.ndim == 2 else P()))
 
 
 def planned(path, tree=None, **kwargs):
@@ -82,8 +69,9 @@ def failure(path, **kwargs):
 @pytest.mark.parametrize("spec", [P(("x", "y")), P(None, ("x", "y")), P("x", "y")], ids=str)
 def test_sharded_load_from_the_hub_equals_the_one_from_disk(hub, folder, spec):
     hub.add("org/model", folder)
-    loaded = osl.load("hf://org/model", abstract(spec))
-    expected = osl.load(folder, abstract(spec))
+    tree = abstract_of(TENSORS, over_matrices(spec))
+    loaded = osl.load("hf://org/model", tree)
+    expected = osl.load(folder, tree)
     assert_same(loaded, TENSORS)
     assert jax.tree.all(
         jax.tree.map(lambda a, b: a.sharding == b.sharding and a.dtype == b.dtype, loaded, expected)
@@ -113,9 +101,10 @@ def test_hub_is_asked_for_the_ranges_of_the_plan_alone(hub, folder):
 
 def test_web_server_is_asked_for_the_ranges_of_the_plan_alone(files, folder):
     path = f"{files.url}/files"
-    plan = planned(path, abstract(P("x", "y")))
+    tree = abstract_of(TENSORS, over_matrices(P("x", "y")))
+    plan = planned(path, tree)
     files.log.clear()
-    assert_same(osl.load(path, abstract(P("x", "y"))), TENSORS)
+    assert_same(osl.load(path, tree), TENSORS)
     ranges = [(name.rpartition("/")[2], a, b) for name, a, b in files.ranges()]
     assert sorted(r for r in ranges if r[1] > 0) == plan
     heads = [name for name, start, _ in ranges if start == 0]
@@ -681,6 +670,6 @@ def test_a_models_configuration_is_read_from_the_hub(hub, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
     hub.add("org/model", tmp_path / "model")
-    from orbax_safetensors_layout.mapping.families.config import read_config
+    from orbax_safetensors_layout.mapping import read_config
 
     assert read_config("hf://org/model") == {"model_type": "llama"}

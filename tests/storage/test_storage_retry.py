@@ -15,7 +15,7 @@ from remote_checks import shown
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import Sent, redact
-from orbax_safetensors_layout.runtime.tasks import Workers
+from orbax_safetensors_layout.runtime import Workers
 from orbax_safetensors_layout.storage.retry import (
     Failure,
     Retrier,

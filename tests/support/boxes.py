@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.geometry import Box
 
 
 def grid_boxes(shape: Sequence[int], grid: Sequence[int]) -> Iterator[Box]:

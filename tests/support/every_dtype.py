@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orbax_safetensors_layout.format.dtypes import DTYPES
+from orbax_safetensors_layout.format import DTYPES
 
 SHAPE = (8, 48)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.plan.reads import ReadPlan
+from orbax_safetensors_layout.plan import ReadPlan
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PROCESSES = 8
@@ -161,8 +161,7 @@ def _mlp(c, layer):
 
 def write_headers(folder, shapes):
     """A checkpoint without data: a sparse file with a header."""
-    from orbax_safetensors_layout.format.dtypes import DTYPES
-    from orbax_safetensors_layout.format.file_layout import NewTensor, lay_out
+    from orbax_safetensors_layout.format import DTYPES, NewTensor, lay_out
 
     tensors = [NewTensor(name, DTYPES["BF16"], shape) for name, shape in shapes.items()]
     layout = lay_out("model.safetensors", tensors, {})
@@ -171,7 +170,7 @@ def write_headers(folder, shapes):
         file.truncate(layout.size)
 
 
-def abstract(specs, config, split):
+def abstract_family(specs, config, split):
     """The leaves; the first axis of each role is divided where that is even."""
     lengths, places = SPLITS[split]
     mesh = AbstractMesh(lengths, ("x", "y")[: len(lengths)])
@@ -208,7 +207,7 @@ def plans_of(name, target) -> dict[str, tuple[ReadPlan, ReadPlan]]:
         write_headers(folder, tensors_of(config))
         specs = mapping.leaf_facts(folder)
         for split in SPLITS:
-            tree = abstract(specs, config, split)
+            tree = abstract_family(specs, config, split)
             both = (
                 osl.plan_load(
                     folder,

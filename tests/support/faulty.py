@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage.base import Buffer, ByteBuffer, FileWriter
-from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage import Buffer, ByteBuffer, FileWriter, LocalStorage
 from orbax_safetensors_layout.storage.retry import Failure, Retrier
 
 PASSING = ("delay", "reset", "timeout", "busy", "short")

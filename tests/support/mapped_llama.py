@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import random_tensor, save
 from jax.sharding import NamedSharding, PartitionSpec as P
-from meshes import mesh_of
+from meshes import abstract_of, mesh_of
 
 import orbax_safetensors_layout as osl
 
@@ -67,12 +66,8 @@ def saved_mapping() -> osl.Mapping:
     )
 
 
-def abstract(path, split):
+def abstract_llama(path, split):
     """Return abstract leaves, sharded over four devices."""
-    mesh = mesh_of(x=2, y=2)
-    return {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, SPECS[split](len(leaf.shape)))
-        )
-        for name, leaf in osl.metadata(path, mapping=saved_mapping()).items()
-    }
+    mesh, spec = mesh_of(x=2, y=2), SPECS[split]
+    leaves = osl.metadata(path, mapping=saved_mapping())
+    return abstract_of(leaves, lambda leaf: NamedSharding(mesh, spec(len(leaf.shape))))

@@ -8,15 +8,18 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from orbax_safetensors_layout.geometry.box import Box
-from orbax_safetensors_layout.mapping.affine.bound import BoundExpr
-from orbax_safetensors_layout.mapping.affine.leaf_pieces import (
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.mapping import (
     AffinePiece,
+    BoundExpr,
+    Expr,
     apply_view,
     assemble_box,
+    concat,
+    fill,
+    stack,
+    tensor,
 )
-from orbax_safetensors_layout.mapping.expr.concat_stack import concat, stack
-from orbax_safetensors_layout.mapping.expr.expression import Expr, fill, tensor
 
 
 class Case(NamedTuple):

@@ -60,3 +60,9 @@ def any_sharding(data: st.DataObject, shape: Sequence[int]) -> NamedSharding:
         spec.append(chosen)
         left = [axis for axis in left if axis != chosen]
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def over_matrices(spec: PartitionSpec) -> Callable[[Any], Sharding]:
+    """Return a function for `abstract_of`: `spec` for matrices, over a mesh `x=4, y=2`."""
+    mesh = mesh_of(x=4, y=2)
+    return lambda leaf: NamedSharding(mesh, spec if leaf.ndim == 2 else PartitionSpec())

@@ -9,14 +9,12 @@ import numpy as np
 from boxes import grid_boxes
 from hypothesis import strategies as st
 
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.file_layout import NewTensor
-from orbax_safetensors_layout.format.pieces import piece_name
-from orbax_safetensors_layout.geometry.box import Box
+from orbax_safetensors_layout.format import DTYPES, NewTensor, piece_name
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.options import WriteOptions
-from orbax_safetensors_layout.plan.writes import FileWrite, LeafWrite, WritePlan, plan_writes
+from orbax_safetensors_layout.plan import FileWrite, LeafWrite, WritePlan, plan_writes
 from orbax_safetensors_layout.reading.read import PlanReader
-from orbax_safetensors_layout.sharding.holders import GlobalShards
+from orbax_safetensors_layout.sharding import GlobalShards
 
 DATA_ALIGNMENT = 4096
 

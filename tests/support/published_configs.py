@@ -9,8 +9,7 @@ from typing import Any
 
 from family_bytes import tensors_of
 
-from orbax_safetensors_layout.format.dtypes import DTYPES
-from orbax_safetensors_layout.format.file_layout import NewTensor, lay_out
+from orbax_safetensors_layout.format import DTYPES, NewTensor, lay_out
 
 _COMMON: dict[str, Any] = {
     "attention_dropout": 0.0,

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 from unittest import mock
 
-from orbax_safetensors_layout.storage.base import Storage
-from orbax_safetensors_layout.storage.local import LocalStorage
+from orbax_safetensors_layout.storage import LocalStorage, Storage
 from orbax_safetensors_layout.storage.schemes import OPENERS
 
 S = TypeVar("S", bound=Storage)

@@ -108,7 +108,7 @@ def assert_saved(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
             if code in ("I8", "U8"):  # int4 and uint4, too
                 plain = np.dtype({"I8": np.int8, "U8": np.uint8}[code])
             assert raw == Raw(code, expected.shape, expected.astype(plain).tobytes()), name
-        elif expected.size % 8:
+        elif expected.size * bits % 8:
             assert raw == Raw("U8", expected.shape, expected.tobytes()), name
         else:
             assert raw == Raw(code, expected.shape, packed(expected, bits)), name

@@ -30,7 +30,7 @@ from orbax_safetensors_layout.format import ByteRange, RangeChecksums
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import ConvertOptions, is_floating
 from orbax_safetensors_layout.pytree import dotted_name
-from orbax_safetensors_layout.storage import link_tree
+from orbax_safetensors_layout.storage import link_tree, storage_errors
 
 from .._orbax import ITEM_METADATA
 from .orbax_reader import storage_error, type_handler_registry
@@ -159,7 +159,8 @@ class OrbaxTarget:
 
     def open(self, folder: str, process: int) -> None:
         self._written, self._process = os.path.join(folder, _WRITTEN), process
-        os.makedirs(self._written, exist_ok=True)
+        with storage_errors("cannot make the folder", self._written):
+            os.makedirs(self._written, exist_ok=True)
 
     def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         self._open_stores([region.leaf for region in regions])

@@ -11,12 +11,11 @@ from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.runtime import text_table
 
 from ..expr.expression import Expr, given
-from ..expr.opaque_ops import Whole
+from ..expr.opaque_ops import is_opaque
 from ..matching import LeafShapes, Rule, RuleTarget, group_by_pattern, match_rules
 from ..names import WILDCARD, TensorSpec, TensorSpecs, substitute
 from ..problems import Problem, mapping_error, within
 from .bound import BoundExpr
-from .index_nodes import Decoded
 
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 
@@ -48,7 +47,7 @@ class BoundMapping:
                 taken = f"{sources[0]} … {sources[-1]} ({len(sources)} tensors)"
             note = f"{self.notes[name]}{tied}"
             rows.append((name, str([*bound.shape]), bound.dtype.name, note, taken))
-            if any(isinstance(n, Decoded) and isinstance(n.decoder, Whole) for n in bound.nodes()):
+            if is_opaque(bound.nodes()):
                 remarks.append(f"{name}: every shard reads all that its opaque function takes.")
         return "\n".join([text_table(rows, len(_HEAD)), *remarks])
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry import AffineView, Box, row_major_strides
+from orbax_safetensors_layout.geometry import MAX_RANK, AffineView, Box, row_major_strides
 
 from ..expr.values import Cast, ValueOp, apply_ops
 from .leaf_pieces import AffinePiece, FillPiece, Piece, merged, shared
@@ -44,7 +44,10 @@ class BoundExpr(abc.ABC):
     dtype: np.dtype[Any]
 
     def __post_init__(self) -> None:
-        """Refuses a size that no machine can hold; as numpy does, zeros of the shape left out."""
+        """Refuses what no array can have; a size as numpy does, zeros of the shape left out."""
+        if len(self.shape) > MAX_RANK:
+            what = f"{len(self.shape)} dimensions are more than {MAX_RANK}, numpy's most"
+            raise MappingError(what)
         if math.prod(n or 1 for n in self.shape) * self.dtype.itemsize > _MOST_BYTES:
             raise MappingError(
                 f"shape {[*self.shape]} of {self.dtype.name} is more than {_MOST_BYTES >> 40} TiB,"

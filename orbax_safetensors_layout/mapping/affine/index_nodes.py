@@ -321,11 +321,11 @@ class Decoded(BoundExpr):
         operands = self.operands
         for axis in range(self.decoder.free):
             window, operands = _without_gaps(window, operands, axis)
-        region = self.decoder.widen(window.bounds)
-        start = tuple(map(operator.sub, window.start, region.start))
-        view, _ = factored_view(window._replace(start=start), row_major_strides(region.shape))
-        inputs = tuple(zip(operands, self.decoder.needs(region), strict=True))
-        sink.pieces.append(DecodedPiece(window.box, inputs, self.decoder, region, view, ops))
+        decoded = self.decoder.widen(window.bounds)
+        start = tuple(map(operator.sub, window.start, decoded.start))
+        view, _ = factored_view(window._replace(start=start), row_major_strides(decoded.shape))
+        inputs = tuple(zip(operands, self.decoder.needs(decoded), strict=True))
+        sink.pieces.append(DecodedPiece(window.box, inputs, self.decoder, decoded, view, ops))
 
 
 def _without_gaps(

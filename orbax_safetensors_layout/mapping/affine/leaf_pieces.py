@@ -53,20 +53,20 @@ class FillPiece(NamedTuple):
 
 
 class Decoder(Protocol):
-    """Computes regions of an array from regions of others."""
+    """Computes boxes of an array from boxes of others."""
 
     @property
     def free(self) -> int:
         """Number of leading axes along which each index is computed from that of all inputs."""
 
-    def widen(self, region: Box) -> Box:
-        """Return the region to compute in order to have `region`."""
+    def widen(self, box: Box) -> Box:
+        """Return the box to compute in order to have `box`."""
 
-    def needs(self, region: Box) -> tuple[Box, ...]:
-        """Return the region of each input that a widened region is computed from."""
+    def needs(self, box: Box) -> tuple[Box, ...]:
+        """Return the box of each input that a widened box is computed from."""
 
-    def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the values of a widened region from those of what it needs."""
+    def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the values of a widened box from those of what it needs."""
 
 
 class _Input(Protocol):
@@ -82,14 +82,14 @@ class DecodedPiece(NamedTuple):
     """A region of a leaf that is computed from regions of expressions."""
 
     box: Box  # in the leaf
-    inputs: tuple[tuple[_Input, Box], ...]  # what has to be read, and the region of each
-    decoder: Decoder  # computes `region`, in the indices of its result
-    region: Box
+    inputs: tuple[tuple[_Input, Box], ...]  # what has to be read, and the box of each
+    decoder: Decoder
+    decoded: Box  # of its result
     view: AffineView  # of the row-major result, with axes of `box` taken apart
     ops: tuple[ValueOp, ...]  # on the values, in order
 
     def fn(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        result = self.decoder.decode(self.region, inputs)
+        result = self.decoder.decode(self.decoded, inputs)
         selected = apply_view(np.ascontiguousarray(result).reshape(-1), self.view)
         return apply_ops(selected.reshape(self.box.shape), self.ops)
 

@@ -79,18 +79,18 @@ class Compared:
     free: int
     rule: Same
 
-    def widen(self, region: Box) -> Box:
-        return region
+    def widen(self, box: Box) -> Box:
+        return box
 
-    def needs(self, region: Box) -> tuple[Box, ...]:
-        return (region, region)
+    def needs(self, box: Box) -> tuple[Box, ...]:
+        return (box, box)
 
-    def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         first, other = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in inputs)
         for start in range(0, first.size, _CHUNK_BYTES):
             chunk = slice(start, start + _CHUNK_BYTES)
             if not np.array_equal(first[chunk], other[chunk]):
-                raise _differ(self.rule, expected="the same bits", found=f"others within {region}")
+                raise _differ(self.rule, expected="the same bits", found=f"others within {box}")
         return inputs[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,7 +54,7 @@ class Compute(Expr):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Whole:
+class OpaqueFunction:
     """Any function of whole arrays, of shapes `inputs` when bound."""
 
     function: Callable[..., Any]
@@ -71,13 +71,13 @@ class Whole:
         decoder = dataclasses.replace(self, inputs=tuple(o.shape for o in operands))
         return Decoded(self.shape, self.dtype, operands, decoder)
 
-    def widen(self, region: Box) -> Box:
+    def widen(self, box: Box) -> Box:
         return Box.whole(self.shape)
 
-    def needs(self, region: Box) -> tuple[Box, ...]:
+    def needs(self, box: Box) -> tuple[Box, ...]:
         return tuple(map(Box.whole, self.inputs))
 
-    def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         result = np.asarray(self.function(*inputs))
         if result.shape != self.shape or result.dtype != self.dtype:
             raise MappingError(
@@ -110,7 +110,12 @@ def opaque(fn: Callable[..., Any], *exprs: Expr, shape: Sequence[int], dtype: An
     if not callable(fn):
         raise MappingError("opaque takes a function, then expressions", found=repr(fn))
     operands = tuple(as_expr(expr, "opaque") for expr in exprs)
-    return Compute(operands, Whole(fn, as_shape(shape), as_dtype(dtype)))
+    return Compute(operands, OpaqueFunction(fn, as_shape(shape), as_dtype(dtype)))
+
+
+def is_opaque(parts: Iterable[object]) -> bool:
+    """Whether some of these nodes or pieces are computed by functions of whole arrays."""
+    return any(isinstance(getattr(part, "decoder", None), OpaqueFunction) for part in parts)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -62,28 +62,28 @@ class _Scaled(abc.ABC):
     def free(self) -> int:
         return len(self.shape) - len(self.block)
 
-    def widen(self, region: Box) -> Box:
+    def widen(self, box: Box) -> Box:
         axis, n = len(self.shape) - 1, self.packed
-        stop = -(-region.stop[-1] // n) * n
-        return region.along(axis, region.start[-1] // n * n, min(stop, self.shape[-1]))
+        stop = -(-box.stop[-1] // n) * n
+        return box.along(axis, box.start[-1] // n * n, min(stop, self.shape[-1]))
 
-    def needs(self, region: Box) -> tuple[Box, ...]:
+    def needs(self, box: Box) -> tuple[Box, ...]:
         stored = (*[1] * (len(self.shape) - 1), self.packed)
-        return _blocks(region, stored), _blocks(region, self._sizes)
+        return _blocks(box, stored), _blocks(box, self._sizes)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
         return (1,) * self.free + self.block
 
-    def decode(self, region: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         stored, scale = inputs
         if scale.dtype == np.uint8:
             scale = scale.view(_E8M0)
         blocks = [
             np.arange(start, stop) // n - start // n
-            for start, stop, n in zip(*region, self._sizes, strict=True)
+            for start, stop, n in zip(*box, self._sizes, strict=True)
         ]
-        out = np.empty(region.shape, self.dtype)
+        out = np.empty(box.shape, self.dtype)
         rows = count = len(out)
         if out.ndim > 1:
             rows = max(1, _CHUNK_ELEMENTS * count // out.size)
@@ -97,7 +97,7 @@ class _Scaled(abc.ABC):
                     values = stored[part].astype(np.float32)
                 else:
                     data = np.ascontiguousarray(stored[part]).view(np.uint8)
-                    values = self.pairs[data].view(np.float32)[..., : region.shape[-1]]
+                    values = self.pairs[data].view(np.float32)[..., : box.shape[-1]]
                 out[part] = (values * scales).astype(self.dtype)
         return out
 
@@ -247,7 +247,7 @@ def _check(operand: BoundExpr, subject: str, expected: str, fits: bool) -> None:
         raise MappingError(f"{subject} must be {expected}, not {operand.dtype.name}")
 
 
-def _blocks(region: Box, sizes: Sequence[int]) -> Box:
-    start = [a // n for a, n in zip(region.start, sizes, strict=True)]
-    stop = [-(-b // n) for b, n in zip(region.stop, sizes, strict=True)]
+def _blocks(box: Box, sizes: Sequence[int]) -> Box:
+    start = [a // n for a, n in zip(box.start, sizes, strict=True)]
+    stop = [-(-b // n) for b, n in zip(box.stop, sizes, strict=True)]
     return Box(tuple(start), tuple(stop))

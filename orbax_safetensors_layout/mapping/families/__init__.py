@@ -1,17 +1,14 @@
 """Ready mappings for common model families: Hugging Face's names to those of JAX models."""
 
-from .ready import (
-    TARGETS,
-    Options,
-    deepseek_v3,
-    gemma2,
-    gemma3,
-    gpt_oss,
-    llama,
-    mapping,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from .ready import TARGETS, Options, family_mapping, mapping
+
+llama = family_mapping("llama", "Llama 1 to 3.3")
+mistral = family_mapping("mistral", "Mistral")
+qwen2 = family_mapping("qwen2", "Qwen 2 and 2.5")
+qwen3 = family_mapping("qwen3", "dense Qwen 3")
+qwen3_moe = family_mapping("qwen3_moe", "Qwen 3 with experts")
+gemma2 = family_mapping("gemma2", "Gemma 2")
+gemma3 = family_mapping("gemma3", "the language model of Gemma 3")
+mixtral = family_mapping("mixtral", "Mixtral")
+deepseek_v3 = family_mapping("deepseek_v3", "DeepSeek V3 and R1")
+gpt_oss = family_mapping("gpt_oss", "GPT-OSS")

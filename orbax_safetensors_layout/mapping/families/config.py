@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
 from orbax_safetensors_layout.format import short_repr
-from orbax_safetensors_layout.storage import join, open_storage, read_file
+from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 """A `config.json` as a dict, or the folder it is in, or its path."""
@@ -23,12 +23,15 @@ SIZES = (1, (1 << 31) - 1)
 _MAX_FILE_BYTES = 8 << 20  # the largest published ones, with names of 20,000 classes, have 2 MB
 
 
-def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint's folder, or the one at a path."""
-    storage, text = open_storage(path)
-    with storage:
-        file = text if text.endswith(".json") else join(text, CONFIG_FILE)
-        data = read_file(storage, file, "a model's configuration", most_bytes=_MAX_FILE_BYTES)
+def read_config(path: str | os.PathLike[str], *, storage: Storage | None = None) -> dict[str, Any]:
+    """Return the `config.json` of a checkpoint's folder, or the one at a path, of a `storage`."""
+    if storage is None:
+        opened, path = open_storage(path)
+        with opened:
+            return read_config(path, storage=opened)
+    text = os.fspath(path)
+    file = text if text.endswith(".json") else join(text, CONFIG_FILE)
+    data = read_file(storage, file, "a model's configuration", most_bytes=_MAX_FILE_BYTES)
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -14,7 +14,8 @@ from .weight_format import WeightFormat, weight_format
 
 # Values that configs leave out because they are the default of the family's class in transformers
 # 5.23.0 (`configuration_<family>.py`), which files on the hub rely on: Gemma's have no
-# `tie_word_embeddings`, those of Gemma 3 with vision no `head_dim`.
+# `tie_word_embeddings`, those of Gemma 3 with vision no `head_dim`. A family has experts if it has
+# a default for their number.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -133,7 +134,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     heads = read.integer("num_attention_heads", bounds=(1, hidden))
     head_dim = read.integer("head_dim", hidden // heads)
     latent = _latent(read) if family == "deepseek_v3" else None
-    sparse = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    sparse = not _DEFAULTS[family].keys().isdisjoint(_EXPERTS)
     n = read.integer("sliding_window_pattern", 0)
     cycle = [f"{'sliding' if i % n else 'full'}_attention" for i in range(1, layers + 1) if n]
     layer_types = read.texts("layer_types") or tuple(cycle)

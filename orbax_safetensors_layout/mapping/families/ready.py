@@ -20,7 +20,7 @@ from .steps import Tree
 from .tensors import EMBEDDING_TENSOR, head_name
 
 
-class _Target(NamedTuple):
+class _ModelSide(NamedTuple):
     """A model side; `scan`, `scan_axis` and `root` are the defaults of `Options`."""
 
     tree: Callable[[Dims], Tree]
@@ -31,10 +31,10 @@ class _Target(NamedTuple):
 
 
 _TARGETS = {
-    "plain": _Target(plain.tree, FAMILIES, scan=True, scan_axis=0, root=""),
+    "plain": _ModelSide(plain.tree, FAMILIES, scan=True, scan_axis=0, root=""),
     # `scan_layers` and `param_scan_axis` of `configs/base.yml`, maxtext 0.2.5.
-    "maxtext": _Target(maxtext.tree, FAMILIES, scan=True, scan_axis=1, root="params"),
-    "tunix": _Target(tunix.tree, tunix.FAMILIES, scan=None, scan_axis=0, root=""),
+    "maxtext": _ModelSide(maxtext.tree, FAMILIES, scan=True, scan_axis=1, root="params"),
+    "tunix": _ModelSide(tunix.tree, tunix.FAMILIES, scan=None, scan_axis=0, root=""),
 }
 
 TARGETS: dict[str, tuple[str, ...]] = {name: side.families for name, side in _TARGETS.items()}
@@ -113,25 +113,15 @@ class _Family(Protocol):
     def __call__(self, config: Config, **options: Unpack[Options]) -> Mapping: ...
 
 
-def _family(family: str, models: str) -> _Family:
+def family_mapping(family: str, models: str) -> _Family:
+    """Return the public function of a family; `models` is for its docstring."""
+
     def make(config: Config, **options: Unpack[Options]) -> Mapping:
         return _mapping_of(family, config, options)
 
     make.__name__ = make.__qualname__ = family
     make.__doc__ = f"Return a mapping for {models}; see `mapping` and `Options`."
     return make
-
-
-llama = _family("llama", "Llama 1 to 3.3")
-mistral = _family("mistral", "Mistral")
-qwen2 = _family("qwen2", "Qwen 2 and 2.5")
-qwen3 = _family("qwen3", "dense Qwen 3")
-qwen3_moe = _family("qwen3_moe", "Qwen 3 with experts")
-gemma2 = _family("gemma2", "Gemma 2")
-gemma3 = _family("gemma3", "the language model of Gemma 3")
-mixtral = _family("mixtral", "Mixtral")
-deepseek_v3 = _family("deepseek_v3", "DeepSeek V3 and R1")
-gpt_oss = _family("gpt_oss", "GPT-OSS")
 
 
 def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping:
