@@ -80,18 +80,19 @@ class Staging:
         return np.frombuffer(memoryview(owner), np.uint8)
 
     def _find(self, nbytes: int) -> Bytes:
-        idle_bytes = sum(memory.size for memory in tuple(self._idle))  # others add to it meanwhile
-        used_bytes = self._total_bytes - idle_bytes + nbytes
+        # Others add to it meanwhile, at any moment: to iterate over it would fail.
+        idle = [self._idle.popleft() for _ in range(len(self._idle))]
+        used_bytes = self._total_bytes - sum(memory.size for memory in idle) + nbytes
         self._most_used_bytes = max(self._most_used_bytes, used_bytes)
-        for _ in range(len(self._idle)):
-            memory = self._idle.popleft()
-            if nbytes <= memory.size <= nbytes + nbytes // _SPARE:
-                return memory
-            self._idle.append(memory)
-        self._total_bytes += nbytes
-        while self._idle and self._total_bytes > self._most_used_bytes:
-            self._total_bytes -= self._idle.popleft().size
-        return allocate(nbytes)
+        most = nbytes + nbytes // _SPARE
+        found = next((i for i, memory in enumerate(idle) if nbytes <= memory.size <= most), None)
+        memory = idle.pop(found) if found is not None else None
+        if memory is None:
+            self._total_bytes += nbytes
+            while idle and self._total_bytes > self._most_used_bytes:
+                self._total_bytes -= idle.pop(0).size
+        self._idle.extend(idle)
+        return allocate(nbytes) if memory is None else memory
 
 
 def _reuse(idle: weakref.ref[deque[Bytes]], memory: Bytes) -> None:
