@@ -42,7 +42,7 @@ CASES = [
 ]
 STORAGES = {"local": None, "far": (0.02, 4e6), "slow": (0.05, 1e6)}
 """Latency in seconds, and bytes a second of a stream."""
-LOCAL_TIMES = 4
+LOCAL_TIMES = 10
 """Of the bytes, on local files: a load should take some tenths of a second there, too."""
 STREAMS = 8
 MOST = 1.05

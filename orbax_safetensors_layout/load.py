@@ -323,9 +323,11 @@ def _read(
     tree, leaves, steps, plans, reader = planned
     values = LeafBuilder(leaves)
     agreed = fingerprint_of(steps, leaves, options, reader.storage.kind)
-    group.barrier(PLANNING, agree=agreed)
-    if not options.verify and not any(step.stage for step in steps):
-        group = ProcessGroup.alone()  # each reads by itself; checksums are checked together
+    exchanged = any(step.stage for step in steps)
+    if exchanged:
+        group.barrier(PLANNING, agree=agreed)
+    else:
+        group.arrive(PLANNING, agreed)  # each reads by itself, and nobody waits for another
     exchange = ReplicaExchange(leaves, values, group)
     check = functools.partial(group.check, LOADING)
     done = []
@@ -335,7 +337,7 @@ def _read(
             with group.together(LOADING):
                 exchange.begin(step)
                 done.append(reader.run(step.reads, plan, exchange.take, report=report, check=check))
-        with group.together(LOADING):
+        with group.together(LOADING) if exchanged else contextlib.nullcontext():
             exchange.finish()
     built = values.values()
     given = zip(tree.leaves, tree.parsed, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -31,14 +32,14 @@ def batched_device_put() -> Callable[..., jax.Array] | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class DistributedStore:
     """The key-value store of `jax.distributed`, which JAX has no public name for.
 
     Orbax uses the same one. Checked with jax 0.7.1, 0.10.2 and 0.12.0.1.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    _client: Any
 
     @classmethod
     def is_reachable(cls) -> bool:

@@ -94,7 +94,7 @@ def processes_per_host(group: ProcessGroup, options: ReadOptions) -> int:
     """Return the most processes of a group that share a host, where a choice depends on it."""
     if options.replicated != "auto":
         return 1
-    hosts = group.gather(PLANNING, socket.gethostname())
+    hosts = group.constants(PLANNING, "host", socket.gethostname())
     return max(collections.Counter(hosts).values())
 
 

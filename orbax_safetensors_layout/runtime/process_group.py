@@ -16,7 +16,7 @@ import urllib.parse
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 from orbax_safetensors_layout.errors import PeerError
@@ -44,6 +44,9 @@ class KeyValueStore(Protocol):
     def get(self, key: str, timeout_seconds: float) -> str: ...  # or `TimeoutError`
     def peek(self, key: str) -> str | None: ...
     def delete(self, prefix: str) -> None: ...  # a key and those below it
+
+
+_constants: dict[tuple[KeyValueStore, str], dict[int, str]] = {}  # by process
 
 
 class Heartbeat:
@@ -148,7 +151,7 @@ class ProcessGroup:
             self.number = _counts[purpose, members, name]
         self._key = f"{_PREFIX}/{purpose}/{members}/{self.number}/{place}"
         self._step = 0
-        self._failed = False
+        self._failed = self._has_arrived = False
         self._announced = -1
         self._next_check_seconds = 0.0
         self._heartbeat: Heartbeat | None = None
@@ -210,7 +213,10 @@ class ProcessGroup:
             with self._reaching_others(doing):
                 if broadcast and self.is_leader:
                     self._store.set(f"{key}/broadcast", broadcast)
-                self._say(self._store, step, _Statement.of(self.process_index, error, agree or ()))
+                if not self._has_arrived or error is not None:
+                    statement = _Statement.of(self.process_index, error, agree or ())
+                    self._say(self._store, step, statement)
+                self._has_arrived = False
                 if self.is_leader:
                     verdict = self._collect(self._store, step, doing)
                     self._announce(self._store, step, verdict)
@@ -236,15 +242,39 @@ class ProcessGroup:
             return broadcast
         return self._store.get(f"{key}/broadcast", self._timeout_seconds)
 
-    def gather(self, doing: str, value: str) -> list[str]:
-        """Return the values of all processes, after a `barrier`."""
+    def constants(self, doing: str, name: str, value: str) -> list[str]:
+        """Return what all processes have under a name; it never changes, and is asked for once."""
         if self._store is None:
             return [value]
-        prefix = f"{self._key}/{self._step}/value/"
+        known = _constants.setdefault((self._store, name), {})
+        prefix = f"{_PREFIX}/constant/{name}/"
+        deadline = time.monotonic() + self._timeout_seconds
         with self._reaching_others(doing):
-            self._store.set(f"{prefix}{self.process_index}", value)
-            self.barrier(doing)
-            return list(self._store.list(prefix).values())
+            if self.process_index not in known:
+                self._store.renew(f"{prefix}{self.process_index}", value)
+            if missing := {*self._processes} - known.keys():
+                values = self._store.list(prefix).items()
+                known.update((int(key.rpartition("/")[2]), value) for key, value in values)
+            for process in sorted(missing - known.keys()):
+                while process not in known:
+                    with contextlib.suppress(TimeoutError):
+                        known[process] = self._store.get(f"{prefix}{process}", _WAIT_SECONDS)
+                        break
+                    self.check(doing)
+                    if time.monotonic() > deadline:
+                        raise self._missing_error(missing - known.keys(), doing)
+        return [known[process] for process in self._processes]
+
+    def arrive(self, doing: str, agree: Fingerprint) -> None:
+        """Tells the others what this process has, which all compare in the next `barrier`.
+
+        That one waits for no process but those that have not arrived, nor the first one's end.
+        """
+        if self._store is not None and not self._failed:
+            with self._reaching_others(doing):
+                statement = _Statement.of(self.process_index, None, agree)
+                self._say(self._store, self._step, statement)
+            self._has_arrived = True
 
     def check(self, doing: str) -> None:
         """Raises a `PeerError`, for `barrier`, if another process failed; asks once a second."""
@@ -254,8 +284,9 @@ class ProcessGroup:
         self._next_check_seconds = now + _CHECK_SECONDS
         with self._reaching_others(doing):
             if self.is_leader:
-                verdict = self._failure(self._statements(self._store, self._step))
-                if verdict is not None:
+                statements = self._statements(self._store, self._step)
+                verdict = self._verdict(statements)
+                if verdict is not None or len(statements) == self.process_count:
                     self._announce(self._store, self._step, verdict)
             else:
                 verdict = _parse(self._store.peek(f"{self._key}/{self._step}/verdict") or "null")
@@ -314,7 +345,7 @@ class ProcessGroup:
             ) from error
 
     def _say(self, store: KeyValueStore, step: int, statement: _Statement) -> None:
-        store.set(self._said(step, self.process_index), json.dumps(statement))
+        store.renew(self._said(step, self.process_index), json.dumps(statement))
 
     def _said(self, step: int, process: int) -> str:
         return f"{self._key}/{step}/said/{process}"
@@ -323,9 +354,15 @@ class ProcessGroup:
         texts = store.list(f"{self._key}/{step}/said/")
         return [_Statement(*json.loads(text)) for text in texts.values()]
 
-    def _failure(self, statements: Sequence[_Statement]) -> _Statement | None:
-        """Return the first error, or a killed process: it is missing and has no heartbeat."""
+    def _verdict(self, statements: Sequence[_Statement]) -> _Statement | None:
+        """Return the first error, or a killed process: it is missing and has no heartbeat.
+
+        Of all processes, also one that has something else than the first.
+        """
         failure = _first_failure(statements, follows=False)
+        if len(statements) == self.process_count:
+            failure = failure or _first_failure(statements, follows=True)
+            return failure or _disagreement(statements, self._purpose)
         dead = self._dead_processes() - {statement.process for statement in statements}
         if failure is None and dead:
             text = f"no sign of life for {SILENCE_SECONDS:g} s; it was probably killed"
@@ -334,6 +371,15 @@ class ProcessGroup:
 
     def _dead_processes(self) -> set[int]:
         return set() if self._heartbeat is None else self._heartbeat.dead_processes()
+
+    def _missing_error(self, missing: Iterable[int], doing: str) -> PeerError:
+        return PeerError(
+            f"processes {sorted(missing)} did not finish {doing} within"
+            f" {self._timeout_seconds:g} s",
+            file=self._name,
+            hint=f"See their logs. All processes of the program must {self._purpose}, so Orbax's"
+            " `active_processes` must name all; `timeout_seconds` of the options sets the limit.",
+        )
 
     def _peer_error(self, verdict: _Statement, doing: str) -> PeerError:
         text = f"process {verdict.process} failed while {doing}: {verdict.error}"
@@ -349,22 +395,12 @@ class ProcessGroup:
         began = time.monotonic()
         while True:
             statements = self._statements(store, step)
-            failure = self._failure(statements)
-            if failure is not None:
-                return failure
-            if len(statements) == self.process_count:
-                failure = _first_failure(statements, follows=True)
-                return failure or _disagreement(statements, self._purpose)
+            verdict = self._verdict(statements)
+            if verdict is not None or len(statements) == self.process_count:
+                return verdict
             missing = sorted({*self._processes} - {s.process for s in statements})
             if time.monotonic() > began + self._timeout_seconds:
-                raise PeerError(
-                    f"processes {missing} did not finish {doing}"
-                    f" within {self._timeout_seconds:g} s",
-                    file=self._name,
-                    hint=f"See their logs. All processes of the program must {self._purpose}, so"
-                    " Orbax's `active_processes` must name all; `timeout_seconds` of the options"
-                    " sets the limit.",
-                )
+                raise self._missing_error(missing, doing)
             if time.monotonic() > began + _PROMPT_SECONDS:
                 time.sleep(_LONGEST_PAUSE_SECONDS)
                 continue

@@ -13,7 +13,7 @@ import pytest
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.reading import replica_exchange
-from orbax_safetensors_layout.runtime import ProcessGroup, process_group
+from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, process_group
 
 PROMPT_SECONDS = 50  # below any time-out here, far above what a busy machine needs
 
@@ -41,6 +41,7 @@ class MemoryStore:
     def renew(self, key: str, value: str) -> None:
         with self._changed:
             self.values[key] = value
+            self._changed.notify_all()
 
     def list(self, prefix: str) -> dict[str, str]:
         assert prefix.endswith("/")
@@ -107,13 +108,93 @@ def store():
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_values_are_gathered_from_all(store, count):
+def test_constants_of_all_are_asked_for_once(store, count):
     def work(group):
-        return [sorted(group.gather("naming", f"{step}/{group.process_index}")) for step in "abc"]
+        return [group.constants("naming", "host", f"host {group.process_index}") for _ in range(3)]
 
-    expected = [[f"{step}/{process}" for process in range(count)] for step in "abc"]
-    assert together(store, count, work, name="gathered") == [expected] * count
-    assert not [key for key in store.values if "/0/value/" in key]
+    expected = [f"host {process}" for process in range(count)]
+    assert together(store, count, work, name="hosts") == [[expected] * 3] * count
+    store.values.clear()  # what is known is known
+    assert together(store, count, work, name="hosts") == [[expected] * 3] * count
+    assert not [key for key in store.values if "constant" in key]
+
+
+def test_a_process_without_its_constant_is_missing(store, monkeypatch):
+    monkeypatch.setattr(process_group, "_WAIT_SECONDS", 0.1)
+
+    def work(group):
+        return group.process_index == 1 or group.constants("naming", "host", "here")
+
+    first, second, third = together(store, 3, work, name="missing", timeout_seconds=0.5)
+    assert second is True
+    for error in (first, third):
+        assert isinstance(error, osl.PeerError)
+        assert "[1] did not finish naming within 0.5 s" in str(error)
+
+
+def _fingerprint(text):
+    return Fingerprint(text, f"a tree of {text}", "All must have the same.")
+
+
+def test_who_has_arrived_waits_for_no_end_of_another(store):
+    """Process 1 ends, though process 2 works until it has."""
+    ended = threading.Event()
+
+    def work(group):
+        group.arrive("planning", _fingerprint("one"))
+        if group.process_index == 2:
+            assert ended.wait(PROMPT_SECONDS)
+        group.barrier("loading")
+        if group.process_index == 1:
+            ended.set()
+        return "done"
+
+    assert together(store, 3, work, name="apart") == ["done"] * 3
+
+
+def test_the_first_tells_all_that_all_have_arrived_while_it_works(store):
+    ended = threading.Event()
+
+    def work(group):
+        group.arrive("planning", _fingerprint("one"))
+        while group.is_leader and not ended.wait(0.1):
+            group.check("loading")
+        group.barrier("loading")
+        ended.set()
+        return "done"
+
+    assert together(store, 3, work, name="early") == ["done"] * 3
+
+
+def test_arrived_with_something_else_is_an_error_of_all_that_work(store):
+    def work(group):
+        group.arrive("planning", _fingerprint("two" if group.process_index == 1 else "one"))
+        deadline = time.monotonic() + PROMPT_SECONDS
+        while time.monotonic() < deadline:
+            group.check("loading")
+            time.sleep(0.05)
+
+    for error in together(store, 3, work, name="others"):
+        assert isinstance(error, osl.PeerError)
+        assert "process 0 has a tree of one; process 1 has a tree of two" in str(error)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_after_the_arrival_reaches_all_that_work(store, failing):
+    def work(group):
+        group.arrive("planning", _fingerprint("one"))
+        if group.process_index == failing:
+            raise OSError("the disk is gone")
+        deadline = time.monotonic() + PROMPT_SECONDS
+        while time.monotonic() < deadline:
+            group.check("loading")
+            time.sleep(0.05)
+
+    errors = together(store, 3, work, name="late failure")
+    assert isinstance(errors.pop(failing), OSError)
+    for error in errors:
+        assert f"process {failing} failed" in str(error)
+        assert "the disk is gone" in str(error)
 
 
 def test_few_waits_are_left_in_the_store_for_a_process_that_is_late(store, monkeypatch):
@@ -138,11 +219,11 @@ def test_few_waits_are_left_in_the_store_for_a_process_that_is_late(store, monke
     assert 1 <= len(waits) <= 2
 
 
-def test_a_process_that_fails_before_values_are_gathered_fails_all(store):
+def test_a_process_that_fails_before_its_constant_is_known_fails_all(store):
     def work(group):
         if group.process_index == 1:
             raise OSError("no such folder")
-        return group.gather("naming", "x")
+        return group.constants("naming", "host", "x")
 
     first, second, third = together(store, 3, work, name="gathered")
     assert isinstance(second, OSError)
@@ -382,7 +463,7 @@ def test_a_lost_store_is_an_error_and_hides_no_other(store):
     def broken(key, value):
         raise ConnectionError("the coordinator is gone")
 
-    store.set = broken
+    store.set = store.renew = broken
     leader, other = make_groups(store, 2, "lost store")
     with (
         pytest.raises(osl.PeerError, match="does not answer while a step") as raised,
