@@ -44,6 +44,7 @@ Seconds = tuple[float, float]
 def run(checkout: Path, *command: str) -> tuple[str, Seconds]:
     """The output of this Python on a command with the package of a checkout, and what it took."""
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has it
     before, began = os.times(), time.perf_counter()
     done = subprocess.run(
         [sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True, check=False

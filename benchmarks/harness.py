@@ -176,10 +176,12 @@ def run_child(
         timeout_seconds: When to give up.
     """
     command = [sys.executable, str(BENCHMARKS / script), json.dumps(dataclasses.asdict(job))]
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has it
     try:
         done = subprocess.run(
             command,
-            env=os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=timeout_seconds,

@@ -75,6 +75,7 @@ class RegionReads:
             if plan.read is not None:
                 self.reads.append(plan.read)
                 self.purposes.append(ReadPurpose(number))
+                continue
             array = ComposedArray(regions[number].local.elements * regions[number].dtype.itemsize)
             for at, block in enumerate(plan.blocks):
                 first = len(self.reads)

@@ -49,6 +49,8 @@ class LeafBuilder:
         arrays adopt aligned values, so they must never be written again. The function returned
         waits until the values are on their devices.
         """
+        if len(leaves) == 1:
+            return self._take(leaves[0], boxes, parts)
         waits: list[Wait] = []
         on_devices_first = sorted(leaves, key=lambda leaf: leaf.abstract.placement is None)
         for number, leaf in enumerate(on_devices_first):

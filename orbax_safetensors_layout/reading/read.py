@@ -97,6 +97,7 @@ class PlanReader:
         self._map = storage.map if can_map and isinstance(storage, LocalStorage) else None
         self._mapped_files: set[str] = set()
         self._report = report
+        self._converted = [leaf.is_converted for leaf in plan.leaves]
         self._scratch = Scratch()
         self._staging = Staging()
         threads = _threads(plan, storage)
@@ -122,7 +123,7 @@ class PlanReader:
             for region in regions:
                 members = region.layout.tile.members
                 needing.setdefault(region.leaf, set()).update(members)
-                if self._plan.leaves[region.leaf].is_converted and region.tile not in converted:
+                if self._converted[region.leaf] and region.tile not in converted:
                     converted.add(region.tile)
                     self._parts_left.update((region.leaf, member) for member in members)
         for number, leaf in enumerate(self._plan.leaves):
@@ -208,7 +209,7 @@ class PlanReader:
             if into not in self._composing:
                 held += self._plan.composed_bytes(into)
                 self._composing.add(into)
-            if self._plan.leaves[region.leaf].is_converted:
+            if self._converted[region.leaf]:
                 boxes = {(region.leaf, member) for member in region.layout.tile.members}
                 held += sum(self._box_bytes(*box) for box in boxes - self._reserved)
                 self._reserved |= boxes
@@ -259,7 +260,7 @@ class PlanReader:
                 return
             del self._tiles[region.tile]
         values = buffer_slice.members(leaf.stored)
-        if not leaf.is_converted:
+        if not self._converted[region.leaf]:
             wait = self._deliver(region.leaf, region.layout.tile.members, values)
             self._hold(region.leaf, wait, self._read_bytes(region))
             return
@@ -318,17 +319,18 @@ class PlanReader:
 
     def _hold(self, number: int, wait: Wait | None, nbytes: int) -> None:
         """Releases the bytes of a read once the values of it, and its block, are on their way."""
-        block, into = self._plan.leaves[number].block, self._plan.leaves[number].into
-        self._composed[into] -= 1
-        if into in self._composing and not self._composed[into]:
-            nbytes += self._plan.composed_bytes(into)
-        if block is not None:
+        leaf = self._plan.leaves[number]
+        if (block := leaf.block) is not None:
+            self._composed[leaf.into] -= 1
+            if leaf.into in self._composing and not self._composed[leaf.into]:
+                nbytes += self._plan.composed_bytes(leaf.into)
             self._inputs[block] -= 1
             self._block_bytes[block] += nbytes
             if self._inputs[block]:
                 return
             nbytes = self._block_bytes.pop(block)
-        self._budget.release(nbytes, wait)
+        if nbytes:
+            self._budget.release(nbytes, wait)
 
 
 def _threads(plan: ReadPlan, storage: RangeReader) -> int:

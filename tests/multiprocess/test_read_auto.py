@@ -73,7 +73,8 @@ def test_a_process_that_does_not_come_is_named(path):
 
 def test_processes_that_decide_otherwise_are_told(path):
     for text, seconds in run(path, "different", 2):
-        assert "PeerError: process 1 failed while " in text and ": it has something else" in text
+        assert "PeerError: process 1 failed while " in text
+        assert ": it has something else" in text
         assert " by bandwidth_bytes_per_second=2.57698e+09;" in text
         assert " by bandwidth_bytes_per_second=1000. " in text
         assert seconds < 60
