@@ -173,8 +173,8 @@ def _sharded_costs(
     if not shares.leaves or not is_over:
         return ()
     leaves = [leaf.in_shards(mesh) for leaf in shares.leaves]
-    gapless = dataclasses.replace(profile, latency_seconds=0.0)  # each process has files of its own
-    plan = _plan_cluster(leaves, mesh, gapless, kind, options)
+    # Each process has files of its own.
+    plan = _plan_cluster(leaves, mesh, profile, kind, options, joins_gaps=False)
     return tuple(map(plan.cost, shares.processes))
 
 
@@ -184,6 +184,8 @@ def _plan_cluster(
     profile: StorageProfile,
     kind: str,
     options: ReadOptions,
+    *,
+    joins_gaps: bool = True,
 ) -> ClusterPlan:
     return plan_cluster(
         leaves,
@@ -191,6 +193,7 @@ def _plan_cluster(
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
         exchange=None if options.replicated == "each" else Exchange.of(options, kind, ""),
+        joins_gaps=joins_gaps,
     )
 
 

@@ -159,8 +159,8 @@ def _as_tensors(leaves: Sequence[_Leaf]) -> Iterator[ClusterTensor]:
 def _add_leaf_costs(worst: dict[str, LeafCost], plan: ReadPlan, specs: dict[str, Spec]) -> None:
     """Keeps for each leaf the cost to the process that it costs most."""
     requests = [0] * len(plan.leaves)
-    for _, regions in plan.batches:
-        for region in regions:
+    for batch in plan.batches:
+        for region in batch.regions:
             requests[region.leaf] += region.read.storage_requests(plan.profile)
     for leaf, (name, needed, read), count in zip(
         plan.leaves, plan.by_tensor(), requests, strict=True

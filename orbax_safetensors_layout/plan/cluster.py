@@ -135,10 +135,11 @@ def plan_cluster(
     profile: StorageProfile,
     memory_budget_bytes: int,
     exchange: Exchange | None = None,
+    joins_gaps: bool = True,
 ) -> ClusterPlan:
     """Plan the reads of all processes, for devices with memory of their own.
 
-    With `exchange` what several need is read once, as it says.
+    With `exchange` what several need is read once, as it says; `joins_gaps` as in `plan_reads`.
     """
     keys = [(leaf.entry.shape, leaf.entry.dtype.code, leaf.spec) for leaf in leaves]
     counts = collections.Counter(keys)  # in the order of the first tensors
@@ -178,7 +179,8 @@ def plan_cluster(
     alone = [of_class for n, of_class in enumerate(classes) if n not in exchanged]
     kept = {id(of_class) for of_class in alone}
     rest = [(file, [pair for pair in pairs if id(pair[1]) in kept]) for file, pairs in files]
-    costs = _read_costs(alone, rest, len(chosen), profile, memory_budget_bytes)
+    gap = profile.max_gap_bytes if joins_gaps else 0
+    costs = _read_costs(alone, rest, len(chosen), gap, profile, memory_budget_bytes)
     return ClusterPlan(
         tuple(leaves),
         tuple(classes),
@@ -241,6 +243,7 @@ def _read_costs(
     classes: Sequence[TensorClass],
     cluster_files: Sequence[_ClusterFile],
     processes: int,
+    max_gap_bytes: int,
     profile: StorageProfile,
     memory_budget_bytes: int,
 ) -> tuple[Cost, ...]:
@@ -264,7 +267,7 @@ def _read_costs(
                     most_held[rows] = np.maximum(most_held[rows], alone.held_bytes)
     for _, of_file in cluster_files:
         opened = np.zeros(processes, bool)
-        groups = _Groups(processes, profile.max_gap_bytes)
+        groups = _Groups(processes, max_gap_bytes)
         for tensor_class in {id(of_tensor): of_tensor for _, of_tensor in of_file}.values():
             opened[tensor_class.processes] = True
         for entry, tensor_class in of_file:

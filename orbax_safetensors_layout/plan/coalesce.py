@@ -106,14 +106,14 @@ def requests_of(
 def coalesced(
     file: str,
     regions: Sequence[ByteRegion],
+    max_gap_bytes: int,
     profile: StorageProfile,
     held_bytes: Callable[[ByteRegion], int],
     most_held: int,
 ) -> Iterator[RequestGroup]:
-    """Joins small neighbours, by offset, whose gap is cheaper to read than to skip."""
+    """Joins small neighbours, by offset, with gaps of at most `max_gap_bytes`."""
     pending: list[Request] = []
     first = end = limit = buffers = 0
-    max_gap_bytes = profile.max_gap_bytes
     # By the RegionPlan, which tensors of one shape share.
     known: dict[tuple[int, int], SmallRequest | None] = {}
     for request in requests_of(regions, held_bytes, most_held):

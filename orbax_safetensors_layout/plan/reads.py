@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.runtime import batches, text_table
@@ -19,8 +20,13 @@ from .leaf_reads import ComposedArray, LeafRead
 from .planner import BUNDLES_IN_BUDGET, RegionPlanner
 from .regions import ByteRegion, TileKey
 
-Batch = tuple[str, tuple[ByteRegion, ...]]
-"""A file, and regions of it by offset."""
+
+class Batch(NamedTuple):
+    """Regions of a file, by offset, that are read before those of the next batch."""
+
+    file: str
+    regions: tuple[ByteRegion, ...]
+    max_gap_bytes: int  # the longest gap between regions that is read through
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,9 +42,8 @@ class ReadPlan:
 
     def groups(self) -> Iterator[RequestGroup]:
         """Yields regions that are read together, in the order in which they are."""
-        profile, budget = self.profile, self.memory_budget_bytes
-        for file, regions in self.batches:
-            yield from coalesced(file, regions, profile, self._held_bytes, budget)
+        for batch in self.batches:
+            yield from coalesced(*batch, self.profile, self._held_bytes, self.memory_budget_bytes)
 
     def _held_bytes(self, region: ByteRegion) -> int:
         leaf = self.leaves[region.leaf]
@@ -61,8 +66,9 @@ class ReadPlan:
         for plan in plans:
             first = len(leaves)
             leaves += plan.leaves
-            for file, regions in plan.batches:
-                in_turn.append((file, tuple(r._replace(leaf=first + r.leaf) for r in regions)))
+            for batch in plan.batches:
+                regions = tuple(r._replace(leaf=first + r.leaf) for r in batch.regions)
+                in_turn.append(batch._replace(regions=regions))
         return dataclasses.replace(
             plans[0],
             leaves=tuple(leaves),
@@ -73,7 +79,7 @@ class ReadPlan:
     @property
     def needed_bytes(self) -> int:
         """Bytes that leaves need, without the gaps that are read through."""
-        return sum(r.read.runs.total_bytes for _, regions in self.batches for r in regions)
+        return sum(r.read.runs.total_bytes for batch in self.batches for r in batch.regions)
 
     def cost(self) -> Cost:
         """Return the cost of the plan for this process."""
@@ -108,7 +114,7 @@ class ReadPlan:
             needed_bytes=needed,
             read_bytes=read,
             requests=requests,
-            files=len({file for file, _ in self.batches}),
+            files=len({batch.file for batch in self.batches}),
             peak_host_bytes=staging + min(held, most_held),
             exchanged_bytes=self.exchanged_bytes,
         )
@@ -121,8 +127,8 @@ class ReadPlan:
     def by_tensor(self) -> list[tuple[str, int, int]]:
         """(name, bytes needed, bytes read) of each leaf, each as if it were read alone."""
         needed, read = [0] * len(self.leaves), [0] * len(self.leaves)
-        for _, regions in self.batches:
-            for region in regions:
+        for batch in self.batches:
+            for region in batch.regions:
                 needed[region.leaf] += region.read.runs.total_bytes
                 read[region.leaf] += region.read.storage_bytes()
         return [(leaf.name, n, r) for leaf, n, r in zip(self.leaves, needed, read, strict=True)]
@@ -169,9 +175,12 @@ def plan_reads(
     ]
     if len(bundles) == 1 and not in_order:  # all of them may be open at once
         whole += bundles.pop()
-    in_turn = [batch for regions in (whole, *bundles) for batch in _by_file(leaves, regions)]
-    if not joins_gaps:
-        profile = dataclasses.replace(profile, latency_seconds=0.0)
+    max_gap_bytes = profile.max_gap_bytes if joins_gaps else 0
+    in_turn = [
+        Batch(file, regions, max_gap_bytes)
+        for together in (whole, *bundles)
+        for file, regions in _by_file(leaves, together)
+    ]
     return ReadPlan(tuple(leaves), tuple(in_turn), profile, memory_budget_bytes, adopt)
 
 
@@ -196,7 +205,9 @@ def read_bytes(leaf: LeafRead, layout: TileLayout) -> int:
     return layout.memory_bytes + unpacked
 
 
-def _by_file(leaves: Sequence[LeafRead], regions: Sequence[ByteRegion]) -> Iterator[Batch]:
+def _by_file(
+    leaves: Sequence[LeafRead], regions: Sequence[ByteRegion]
+) -> Iterator[tuple[str, tuple[ByteRegion, ...]]]:
     by_file: dict[str, list[ByteRegion]] = {}
     for region in regions:
         file = leaves[region.leaf].sources[region.source].entry.file

@@ -119,8 +119,8 @@ class PlanReader:
     def run(self) -> ReadStats:
         needing: dict[int, set[int]] = {}
         converted: set[TileKey] = set()
-        for _, regions in self._plan.batches:
-            for region in regions:
+        for batch in self._plan.batches:
+            for region in batch.regions:
                 members = region.layout.tile.members
                 needing.setdefault(region.leaf, set()).update(members)
                 if self._converted[region.leaf] and region.tile not in converted:
@@ -338,7 +338,7 @@ def _threads(plan: ReadPlan, storage: RangeReader) -> int:
     profile = plan.profile
     if profile.cached_concurrency is None or not isinstance(storage, LocalStorage):
         return profile.concurrency
-    starts = [(file, region.start) for file, regions in plan.batches for region in regions]
+    starts = [(batch.file, region.start) for batch in plan.batches for region in batch.regions]
     sample = starts[:: -(-len(starts) // _CACHE_PROBES) or 1]
     cached = all(storage.is_cached(file, offset) for file, offset in sample)
     return profile.cached_concurrency if cached else profile.concurrency

@@ -13,8 +13,8 @@ def contiguous(plan):
     """The leaves of which each region is one run of its file."""
     scattered = {
         region.leaf
-        for _, regions in plan.batches
-        for region in regions
+        for batch in plan.batches
+        for region in batch.regions
         if region.read.runs.count > 1
     }
     return set(range(len(plan.leaves))) - scattered
@@ -22,7 +22,7 @@ def contiguous(plan):
 
 def requests(plan):
     """Ranges of all regions, before neighbours are joined."""
-    return sum(r.read.requests.count for _, regions in plan.batches for r in regions)
+    return sum(r.read.requests.count for batch in plan.batches for r in batch.regions)
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
@@ -31,7 +31,7 @@ def test_a_process_reads_its_own_bytes(name, target):
     for split, (plan, exact) in plans.items():
         assert exact.cost().read_bytes == exact.cost().needed_bytes, split
         cost = plan.cost()
-        joined = sum(len(regions) for _, regions in plan.batches) - len([*plan.groups()])
+        joined = sum(len(batch.regions) for batch in plan.batches) - len([*plan.groups()])
         read_through = requests(exact) - requests(plan) + joined
         assert cost.read_bytes - cost.needed_bytes <= read_through * MAX_GAP_BYTES, split
         by_tensor = plan.by_tensor()

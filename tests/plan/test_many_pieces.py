@@ -102,7 +102,7 @@ def test_each_process_of_the_cluster_that_saved_reads_its_own_file(tmp_path, pro
 
 def test_tensors_of_equal_pieces_share_their_geometry(folder):
     plan = osl.plan_load(folder)
-    regions = [region for _, regions in plan.batches for region in regions]
+    regions = [region for batch in plan.batches for region in batch.regions]
     kinds = {(tensor.shape, tensor.dtype) for tensor in TENSORS}
     layouts = {id(region.layout) for region in regions}
     assert len(regions) >= len(TENSORS)

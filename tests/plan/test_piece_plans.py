@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import ml_dtypes
@@ -18,7 +19,10 @@ from orbax_safetensors_layout.format import DTYPES, TensorEntry
 from orbax_safetensors_layout.geometry import AffineView, Box, row_major_strides
 from orbax_safetensors_layout.plan import LeafRead, ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.leaf_reads import TensorPiece
+from orbax_safetensors_layout.reading.jobs import jobs_of
 from orbax_safetensors_layout.reading.read import PlanReader
+from orbax_safetensors_layout.reading.tile_buffers import buffer_slices
+from orbax_safetensors_layout.runtime import allocate
 from orbax_safetensors_layout.sharding import AddressableShards
 
 LOCAL = osl.ReadOptions().profile("local")
@@ -66,7 +70,7 @@ def test_stacked_layers_are_read_straight_into_their_shards(tmp_path, grid):
     local = cells((layers, *shape), *grid)
     leaf = stacked([entries[n] for n in tensors], local, shape, row_major_strides(shape))
     planned = plan([leaf])
-    regions = [region for _, batch in planned.batches for region in batch]
+    regions = [region for batch in planned.batches for region in batch.regions]
     assert len(regions) == layers
     assert all(region.read.direct for region in regions)
     assert planned.cost().peak_host_bytes == 0
@@ -94,7 +98,7 @@ def test_equal_experts_share_their_geometry(grid, transposed):
     )
     bf16 = DTYPES["BF16"]
     leaf = LeafRead("e", (layers, experts, *shape), bf16, sources, local, bf16.numpy)
-    regions = [region for _, batch in plan([leaf]).batches for region in batch]
+    regions = [region for batch in plan([leaf]).batches for region in batch.regions]
     assert len(regions) == layers * experts
     assert len({id(region.read) for region in regions}) == 1
 
@@ -132,7 +136,7 @@ def test_long_rows_are_cut_so_that_the_copy_writes_whole_lines(tmp_path):
     local = AddressableShards.whole(shape)
     leaf = LeafRead("t", shape, entry.dtype, (source,), local, entry.dtype.numpy)
     planned = plan([leaf])
-    (region,) = planned.batches[0][1]
+    (region,) = planned.batches[0].regions
     rows, columns = region.read.blocking.lengths
     assert rows * 2 >= 128
     assert columns * 2 > LOCAL.max_gap_bytes
@@ -189,7 +193,7 @@ def test_the_budget_bounds_open_tiles(tmp_path, strides, grid):
     assert sorted(set(released)) == [*"abcdef"]
     assert max(most) <= 3
     # Where arrays keep their buffers, the files come one after the other.
-    files = [file for file, _ in plan(leaves).batches]
+    files = [batch.file for batch in plan(leaves).batches]
     assert files == sorted(set(files))
 
 
@@ -209,7 +213,7 @@ def test_leaves_are_read_file_by_file_or_in_their_order(in_order):
         for number, view in enumerate([AffineView.row_major((4, 6))] * 12)
     ]
     reads = plan(leaves, budget=4 * 3 * 96, adopt=False, in_order=in_order)
-    order = [region.leaf for _, regions in reads.batches for region in regions]
+    order = [region.leaf for batch in reads.batches for region in batch.regions]
     assert sorted(order) == list(range(12))
     if in_order:
         assert [sorted(order[i : i + 3]) for i in range(0, 12, 3)] == [
@@ -370,3 +374,23 @@ def test_packed_elements_stay_where_they_are():
     assert ml_dtypes.float4_e2m1fn is DTYPES["F4"].numpy.type
     plain = LeafRead.plain("p", entries[0], AddressableShards.whole((4, 6)), DTYPES["F4"].numpy)
     assert plan([plain]).cost().needed_bytes == 12
+
+
+def test_requests_to_a_far_storage_share_no_job_where_no_gaps_are_joined():
+    far = dataclasses.replace(LOCAL, latency_seconds=0.05, bandwidth_bytes_per_second=1e3)
+    columns = made_up(shape=(32, 400), code="U8")
+    near = [made_up(f"{i}", (8,), "U8", start=columns.stop + 20 * i) for i in range(4)]
+    local = AddressableShards((Box((0, 0), (32, 100)),), (False,))
+    reads = [LeafRead.plain("t", columns, local, np.dtype("u1"))]
+    reads += [LeafRead.plain(e.name, e, cells(e.shape, 1), np.dtype("u1")) for e in near]
+    planned = [
+        plan_reads(reads, profile=far, memory_budget_bytes=1 << 30, adopt=True, joins_gaps=joins)
+        for joins in (False, True)
+    ]
+    assert [plan.profile for plan in planned] == [far, far]
+    of_each = [[*plan.groups()] for plan in planned]
+    assert [len(groups) for groups in of_each] == [5, 2]
+    assert [len(group.regions) for group in ReadPlan.joined(planned).groups()] == [1] * 6 + [4]
+    slices = buffer_slices(of_each[0][0], {}, allocate, allocate)
+    jobs = [*jobs_of(of_each[0][0], slices, planned[0].profile)]
+    assert [len(job.numbers) for job in jobs] == [1] * 32
