@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness import environment
+
 HERE = Path(__file__).resolve().parent
 MOST = 1.05
 LOADS = [f"llama:{split}:warm" for split in ("dim0", "2d", "replicated")]
@@ -43,11 +45,13 @@ Seconds = tuple[float, float]
 
 def run(checkout: Path, *command: str) -> tuple[str, Seconds]:
     """The output of this Python on a command with the package of a checkout, and what it took."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has it
     before, began = os.times(), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, *command],
+        env=environment(checkout),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     after = os.times()
     cpu = after.children_user + after.children_system

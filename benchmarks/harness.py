@@ -165,6 +165,21 @@ class Bench:
         return result
 
 
+def environment(checkout: Path | None = None) -> dict[str, str]:
+    """That of a child: with the package of a checkout.
+
+    By default that of the caller's PYTHONPATH, which `commits.py` sets, else of this checkout.
+    """
+    paths = [str(BENCHMARKS.parent)]
+    if checkout is not None:
+        paths = [str(checkout)]
+    elif given := os.environ.get("PYTHONPATH"):
+        paths = [given, *paths]
+    values = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    values.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
+    return values
+
+
 def run_child(
     script: str, job: Any, *, timeout_seconds: float
 ) -> tuple[dict[str, Any] | None, str]:
@@ -176,12 +191,10 @@ def run_child(
         timeout_seconds: When to give up.
     """
     command = [sys.executable, str(BENCHMARKS / script), json.dumps(dataclasses.asdict(job))]
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has it
     try:
         done = subprocess.run(
             command,
-            env=environment,
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=timeout_seconds,

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import pages
 from deepseek import FILES, INDEX_NAME, Tensor, deepseek_tensors, make_deepseek_index
+from harness import BENCHMARKS, environment
 
 if TYPE_CHECKING:
     import jax
 
-BENCHMARKS = Path(__file__).resolve().parent
 MESH = (("fsdp", 128), ("tensor", 8))
 PROCESS_INDEX, PROCESS_COUNT = 5, 128
 MOST_SECONDS = 3.0
@@ -120,9 +120,9 @@ def main() -> None:
 
 
 def _child(folder: Path) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(BENCHMARKS / "plan.py"), "--child", str(folder)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    of_child = environment() | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=of_child, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 

@@ -1,4 +1,4 @@
-"""`benchmarks/accelerator.py` runs on any backend: here on CPU devices, as a check of itself."""
+"""The benchmarks measure what they say; the one of accelerators runs on CPU devices here."""
 
 import json
 import subprocess
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "accelerator.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SCRIPT = BENCHMARKS / "accelerator.py"
 ROWS = ["plain:dim1:cold", "transposed:fsdp:warm", "plain:dim0:save", "transposed:fsdp:save"]
 
 
@@ -45,3 +46,32 @@ def test_an_unknown_contender_is_refused(tmp_path):
     done = run("--dir", tmp_path, "--contenders", "ours,theirs")
     assert done.returncode == 1
     assert "--contenders must be of device_put,ours," in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "contender", "row"),
+    [
+        ("load.py", "ours", "llama:dim0:warm"),
+        ("save.py", "ours", "llama:dim0:loaded"),
+        ("mapping.py", "mapped", "llama:fsdp"),
+        ("plan.py", "", ""),
+    ],
+)
+def test_a_comparison_of_commits_measures_the_package_of_each(program, contender, row, tmp_path):
+    """Also in the child processes, where a package stands that ends them."""
+    package = tmp_path / "older" / "orbax_safetensors_layout"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('the older one')")
+    only = ["--scale", "0.01", "--contenders", contender, "--only", row] if row else []
+    code = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import commits
+print(commits.run(Path({str(package.parent)!r}), {str(BENCHMARKS / program)!r}, "--repeat", "1",
+                  "--dir", {str(tmp_path)!r}, *{only}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert "the older one" in done.stdout + done.stderr
