@@ -129,8 +129,9 @@ def load_catalog(
     options: ReadOptions,
 ) -> Any:
     """Loads as `load` does, from a catalog that is open already, if any; closes it in the end."""
+    processes = exchanging(abstract, options, jax.process_count())
     with (
-        load_group(path, abstract, options) as group,
+        load_group(path, processes, options) as group,
         catalog
         or Catalog.open(path, retries=options.retries, cache=options.cache_folder) as catalog,
         frozen_heap(),
@@ -140,7 +141,9 @@ def load_catalog(
         if options.verify:
             storage = _verifying(catalog)
         shards = ProcessShards(processes_per_host=processes_per_host(group, options))
-        planned = _plan(catalog, storage, abstract, mapping, only, options, shards, devices=True)
+        planned = _plan(
+            catalog, storage, abstract, mapping, only, options, shards, processes, devices=True
+        )
         if jax.process_count() > 1:
             _log_cost(catalog.path, ReadPlan.joined(planned.plans).cost())
         values, stats = _read(planned, options, group)
@@ -238,7 +241,11 @@ def plan_catalog(
     The abstract tree may be parsed already, for several processes.
     """
     storage = catalog.storage
-    planned = _plan(catalog, storage, abstract, mapping, only, options, shards, devices=False)
+    given = abstract.leaves if isinstance(abstract, AbstractTree) else abstract
+    processes = exchanging(given, options, shards.process_count)
+    planned = _plan(
+        catalog, storage, abstract, mapping, only, options, shards, processes, devices=False
+    )
     return ReadPlan.joined(planned.plans)
 
 
@@ -260,15 +267,18 @@ def _plan(
     only: str | Sequence[str] | None,
     options: ReadOptions,
     shards: ProcessShards,
+    processes: tuple[int, ...],
     *,
     devices: bool,
 ) -> _PlannedLoad:
-    """Plans what a process reads from `storage`; `devices` refuses shardings without devices."""
+    """Plans what a process reads from `storage`; `devices` refuses shardings without devices.
+
+    `processes` are those that exchange what several need.
+    """
     tree = _abstract_tree(catalog, abstract, only, mapping, devices=devices)
     strict = options.strict and only is None  # what `only` leaves out is not unexpected
     leaves = resolve_leaves(catalog, tree, shards, mapping=mapping, strict=strict, devices=devices)
-    given = abstract.leaves if isinstance(abstract, AbstractTree) else abstract
-    exchange = shards.process_index in exchanging(given, options, shards.process_count)
+    exchange = shards.process_index in processes
     steps = steps_of(catalog, leaves, shards, options, exchange=exchange)
     reader = ArrayReader(
         storage=storage,

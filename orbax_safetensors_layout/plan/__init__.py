@@ -19,16 +19,8 @@ from .cluster import (
 from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
 from .cost import Cost, HostRate, LeafCost
 from .coverage import Coverage, coverage
-from .exchange_rounds import (
-    Exchange,
-    ExchangeLimits,
-    Fragment,
-    Item,
-    Round,
-    SharedLeaf,
-    Stage,
-    plan_exchange,
-)
+from .exchange_plan import Exchange, ExchangeLimits, plan_exchange
+from .exchange_rounds import Fragment, Item, Round, SharedLeaf, Stage
 from .leaf_reads import ComposedArray, LeafRead
 from .reads import ReadPlan, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads

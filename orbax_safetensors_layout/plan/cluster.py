@@ -28,7 +28,7 @@ from orbax_safetensors_layout.sharding import GlobalShards, MeshShape, Partition
 from .cluster_exchange import plan_cluster_exchange
 from .coalesce import Request, SmallRequest, requests_of
 from .cost import Cost, LeafCost
-from .exchange_rounds import Exchange
+from .exchange_plan import Exchange
 from .leaf_reads import LeafRead
 from .planner import RegionPlanner
 from .reads import held_bytes, staging_bytes

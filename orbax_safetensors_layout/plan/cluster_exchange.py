@@ -13,7 +13,7 @@ from orbax_safetensors_layout.sharding import Replicas
 
 from .array_source import StoredSource
 from .cost import Cost
-from .exchange_rounds import Exchange, plan_exchange
+from .exchange_plan import Exchange, plan_exchange
 from .shared_leaves import SharedLeaves
 
 

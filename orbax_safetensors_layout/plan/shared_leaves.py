@@ -19,7 +19,8 @@ import numpy as np
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
 
-from .exchange_rounds import Exchange, SharedLeaf, rank_of
+from .exchange_plan import Exchange, rank_of
+from .exchange_rounds import SharedLeaf
 
 
 class _Merged(NamedTuple):

@@ -72,9 +72,10 @@ def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple
     return tuple(processes) if len(processes) > 1 else ()
 
 
-def load_group(path: str | os.PathLike[str], abstract: Any, options: ReadOptions) -> ProcessGroup:
-    """The processes that load together; this one alone, where each reads what it needs."""
-    processes = exchanging(abstract, options, jax.process_count())
+def load_group(
+    path: str | os.PathLike[str], processes: tuple[int, ...], options: ReadOptions
+) -> ProcessGroup:
+    """The processes that load together, those of `exchanging`; this one alone if it is not in."""
     if jax.process_index() not in processes or len(processes) == 1:
         return ProcessGroup.alone()
     name = redact_urls(os.fsdecode(path))

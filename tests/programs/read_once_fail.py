@@ -13,10 +13,10 @@ def main(path, guilty, where):
 
     import orbax_safetensors_layout as osl
     from orbax_safetensors_layout.reading.all_gather import SendBuffer
-    from orbax_safetensors_layout.runtime import process_group
+    from orbax_safetensors_layout.runtime import heartbeat
     from orbax_safetensors_layout.storage import LocalStorage
 
-    process_group.SILENCE_SECONDS = 5.0
+    heartbeat.SILENCE_SECONDS = 5.0
     is_guilty = jax.process_index() == guilty
     mesh = Mesh(np.array(jax.devices()), ("x",))
     tree = {

@@ -10,12 +10,12 @@ import orbax_safetensors_layout as osl
 def main(path, target, kind, process):
     import signal
 
-    from orbax_safetensors_layout.runtime import process_group
+    from orbax_safetensors_layout.runtime import heartbeat
     from orbax_safetensors_layout.save import PreparedSave
     from orbax_safetensors_layout.storage import ResumableFile
     from orbax_safetensors_layout.storage.local_write import LocalFileWriter
 
-    process_group.SILENCE_SECONDS = 5.0
+    heartbeat.SILENCE_SECONDS = 5.0
     tree = make_tree(path, "replicated")
     osl.save(target, tree, options=osl.WriteOptions(layout="sharded"))
     if jax.process_index() == process:

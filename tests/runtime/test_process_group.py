@@ -13,7 +13,7 @@ import pytest
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.reading import replica_exchange
-from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, process_group
+from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, heartbeat, process_group
 
 PROMPT_SECONDS = 50  # below any time-out here, far above what a busy machine needs
 
@@ -445,13 +445,12 @@ def test_an_interrupt_while_waiting_reaches_the_others(store, interrupted):
 
 
 def test_processes_match_by_what_may_be_shown_of_a_path(store, monkeypatch):
-    monkeypatch.setattr(replica_exchange.jax, "process_count", lambda: 2)
     monkeypatch.setattr(replica_exchange.DistributedStore, "connect", lambda: store)
     options = osl.ReadOptions(replicated="read_once", timeout_seconds=0.1)
     with (
         pytest.raises(osl.PeerError) as caught,
         replica_exchange.load_group(
-            "https://me:hunter2@host/model?sig=hunter2", None, options
+            "https://me:hunter2@host/model?sig=hunter2", (0, 1), options
         ) as group,
     ):
         group.barrier("a step")
@@ -479,8 +478,8 @@ def test_a_lost_store_is_an_error_and_hides_no_other(store):
 
 def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
     """Also where others have failed already because they need it; not the others' failure."""
-    monkeypatch.setattr(process_group, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(process_group, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
 
     def work(group):
         group.barrier("a first step")
@@ -502,8 +501,8 @@ def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
 
 
 def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
-    monkeypatch.setattr(process_group, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(process_group, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
 
     def work(group):
         group.barrier("a first step")
@@ -521,8 +520,8 @@ def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
 
 
 def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
-    monkeypatch.setattr(process_group, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(process_group, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
 
     def work(group):
         if group.process_index == 1:
