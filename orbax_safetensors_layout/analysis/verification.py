@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +37,7 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.options import ReadOptions, given_or_default
 from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.reading import check_booleans, file_blocks, read_digests
+from orbax_safetensors_layout.reading import check_booleans, file_blocks, file_crc32, read_digests
 from orbax_safetensors_layout.runtime import ProgressReport, progress_callback
 from orbax_safetensors_layout.storage import Storage, join, open_storage
 
@@ -195,10 +194,8 @@ class StructureCheck:
         report = ProgressReport(progress, sum(storage.size(join(folder, name)) for name in names))
         for name in names:
             with self._reporting("digest"):
-                file, value = join(folder, name), 0
-                for _, block in file_blocks(storage, file, 0, storage.size(file)):
-                    value = zlib.crc32(block, value)
-                    report.add(len(block), name)
+                on_block = functools.partial(report.add, name=name)
+                value = file_crc32(storage, join(folder, name), report=on_block)
                 if value != digests[name]:
                     text = f"{name} has CRC-32 {value:08x}; it was written with {digests[name]:08x}"
                     self._error("digest", text)

@@ -14,12 +14,12 @@ import numpy as np
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MissingTensorError, SafetensorsLayoutError, listed
 from orbax_safetensors_layout.format import (
-    PACKED,
     Manifest,
     TensorKind,
     TensorLeaf,
     ValueLeaf,
     leaves,
+    storage_dtype,
 )
 from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
@@ -255,7 +255,7 @@ class SafetensorsReader:
         return ReadableArrays(cast("dict[str, StoredSource]", sources), self._storage)
 
     def blocks(self, array: SourceArray, most_bytes: int) -> Iterator[Box]:
-        group = 8 if array.dtype in PACKED else 1  # whole bytes, where a file packs elements
+        group = storage_dtype(array.dtype, 0).group  # whole bytes, where a file packs elements
         return row_blocks(array.shape, 8 * array.dtype.itemsize, most_bytes, group)
 
     def read(self, blocks: Sequence[tuple[SourceArray, Box]]) -> list[np.ndarray]:

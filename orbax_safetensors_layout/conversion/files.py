@@ -111,11 +111,10 @@ class FilesTarget:
     def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
         """Return rows of each box."""
         dtype = self._dtypes[leaf.name]
-        group = 8 if dtype.packed else 1
         regions = []
         for outer, places in self._boxes[leaf.name].items():
             begin = 0  # bytes of the rows before
-            for rows in row_blocks(outer.shape, 8 * leaf.dtype.itemsize, most_bytes, group):
+            for rows in row_blocks(outer.shape, 8 * leaf.dtype.itemsize, most_bytes, dtype.group):
                 box = rows.shifted(outer.start)
                 regions.append(LeafRegion(leaf, box))
                 self._places[leaf.name, box] = [

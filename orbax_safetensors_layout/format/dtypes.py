@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,6 +25,11 @@ class DType(NamedTuple):
     def packed(self) -> bool:
         """Whether the file packs elements more tightly than numpy does."""
         return self.bits < 8 * self.numpy.itemsize
+
+    @property
+    def group(self) -> int:
+        """Elements that fill whole bytes: 2 of 4 bits, 4 of 6 bits; 1 of whole bytes."""
+        return 8 // math.gcd(8, self.bits)
 
     @property
     def one_a_byte(self) -> bool:

@@ -145,7 +145,7 @@ class RegionPlanner:
         most = max(1, self._slab_bytes * 8 // bits)
         boxes = zip(leaf.local.boxes, leaf.local.shared, strict=True)
         for index, (whole, shared) in enumerate(boxes):
-            for slab in Tile.alone(whole).slabs(most, 8):
+            for slab in Tile.alone(whole).slabs(most, leaf.stored.group):
                 packed = packed_box(entry.shape, bits, slab.box)
                 alone = Tile.alone(packed.box, index)
                 layout = TileLayout.of(alone, 1, shared=shared, is_scratch=True, regions=[slab.box])

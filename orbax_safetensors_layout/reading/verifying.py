@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
 from absl import logging
@@ -110,8 +110,17 @@ def read_digests(storage: Storage, folder: str) -> dict[str, int] | None:
     return parse_digests(data, file=file)
 
 
-def file_crc32(storage: Storage, file: str, ranges: Iterable[tuple[int, int, int]]) -> int:
-    """Return the CRC-32 of a file from (first byte, bytes, CRC-32) of parts; reads the rest."""
+def file_crc32(
+    storage: Storage,
+    file: str,
+    ranges: Iterable[tuple[int, int, int]] = (),
+    *,
+    report: Callable[[int], None] = lambda nbytes: None,
+) -> int:
+    """Return the CRC-32 of a file from (first byte, bytes, CRC-32) of parts; reads the rest.
+
+    `report` is called with the bytes of each block that was read.
+    """
     size = storage.size(file)
     tiles: list[tuple[int, int, int]] = []
     at = 0
@@ -120,6 +129,7 @@ def file_crc32(storage: Storage, file: str, ranges: Iterable[tuple[int, int, int
             continue  # read twice
         for begin, block in file_blocks(storage, file, at, start):
             tiles.append((begin, len(block), zlib.crc32(block)))
+            report(len(block))
         tiles.append((start, length, value))
         at = start + length
     return join_crc32(tiles, size)

@@ -32,7 +32,6 @@ _BLOCKS_IN_FLIGHT = 8
 _BLOCKS_PLANNED = 2048  # at once: each may be of a thousand pieces
 _MOST_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 32 << 10  # written in less time than a thread takes to begin
-_GROUP = 8  # packed elements of a block fill whole bytes
 
 
 class _TensorRows(NamedTuple):
@@ -107,11 +106,10 @@ def _blocks(
             # Rows of a transposed tensor would be read through what is between them.
             is_mapped = isinstance(sources[entry.name], MappedSource)
             most = entry.nbytes if is_mapped else min(most_bytes, _MOST_BLOCK_BYTES)
-            group = _GROUP if entry.dtype.packed else 1
-            start = entry.start
-            for box in row_blocks(sources[entry.name].shape, entry.dtype.bits, most, group):
+            dtype, start = entry.dtype, entry.start
+            for box in row_blocks(sources[entry.name].shape, dtype.bits, most, dtype.group):
                 yield _TensorRows(file, entry, box, start)
-                start += box.size * entry.dtype.bits // 8
+                start += box.size * dtype.bits // 8
 
 
 def _write(folder: CheckpointFolder, block: _TensorRows, values: np.ndarray) -> None:

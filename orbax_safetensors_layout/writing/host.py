@@ -63,7 +63,7 @@ class HostValues:
             return
         most = part.tile.box.size * max(budget_bytes // _SLABS, _LEAST_SLAB_BYTES) // nbytes
         start = part.start
-        for slab in part.tile.slabs(most, 8 if part.dtype.packed else 1):
+        for slab in part.tile.slabs(most, part.dtype.group):
             stop = start + slab.box.size * part.dtype.bits // 8
             yield part._replace(tile=slab, start=start, stop=stop)
             start = stop

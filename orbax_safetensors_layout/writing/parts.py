@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format import PACKED
+from orbax_safetensors_layout.format import PACKED, DType
 from orbax_safetensors_layout.geometry import pack_bits
 from orbax_safetensors_layout.mapping import assign
 from orbax_safetensors_layout.plan import FilePart, LeafWrite
@@ -37,19 +37,19 @@ class TileRows(NamedTuple):
     block: int  # rows that are staged together
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], row_bits: int, group: int) -> TileRows:
-        """Return the rows of a tile; blocks have a multiple of `group` rows."""
+    def of(cls, shape: tuple[int, ...], dtype: DType) -> TileRows:
+        """Return the rows of a tile; blocks have a multiple of `dtype.group` rows."""
         if not shape:
             return cls(-1, 1, 1)
         # A row has the innermost dimension whole, so that it can be copied as wide elements.
         axis = 0
-        while axis < len(shape) - 2 and math.prod(shape[axis + 1 :]) * row_bits > _STAGING_BYTES:
+        while axis < len(shape) - 2 and math.prod(shape[axis + 1 :]) * dtype.bits > _STAGING_BYTES:
             axis += 1
-        if axis == len(shape) - 2 and shape[-1] * row_bits > 8 * _LONGEST_ROW_BYTES:
+        if axis == len(shape) - 2 and shape[-1] * dtype.bits > 8 * _LONGEST_ROW_BYTES:
             axis += 1
         elements = math.prod(shape[axis + 1 :])
-        block = max(1, _STAGING_BYTES * 8 // max(1, elements * row_bits))
-        block = -(-block // group) * group
+        block = max(1, _STAGING_BYTES * 8 // max(1, elements * dtype.bits))
+        block = -(-block // dtype.group) * dtype.group
         return cls(axis, elements, block)
 
 
@@ -74,7 +74,7 @@ class PartBytes:
 
     @functools.cached_property
     def rows(self) -> TileRows:
-        return TileRows.of(self.part.tile.box.shape, self.part.dtype.bits, 8 if self._packed else 1)
+        return TileRows.of(self.part.tile.box.shape, self.part.dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -37,6 +37,11 @@ BITS = {
 NOT_CODES = ["C128", "I4", "U4", "F128", "F8_E3M4", "F8_E4M3FN", "F4_E2M1", "bool", "f32", "", "F8"]
 
 
+def test_elements_of_a_group_fill_whole_bytes() -> None:
+    groups = {code: dtype.group for code, dtype in DTYPES.items() if dtype.group > 1}
+    assert groups == {"F6_E2M3": 4, "F6_E3M2": 4, "F4": 2}
+
+
 def test_table_is_complete() -> None:
     assert {code: dtype.bits for code, dtype in DTYPES.items()} == BITS
 
