@@ -193,7 +193,7 @@ def _plan_cluster(
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
         exchange=None if options.replicated == "each" else Exchange.of(options, kind, ""),
-        joins_gaps=joins_gaps,
+        joins_gaps=joins_gaps and options.replicated != "read_once",
     )
 
 

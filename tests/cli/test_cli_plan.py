@@ -355,6 +355,28 @@ def test_what_shards_of_the_mesh_would_save(path, tmp_path, capsys, replicated):
     assert text in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("replicated", ["each", "read_once"])
+def test_gaps_are_joined_as_a_load_joins_them(tmp_path, replicated):
+    import jax
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+
+    tensors = {name: np.ones((64, 16), np.float32) for name in "abcd"}
+    path = save(tmp_path, tensors)
+    sharding = NamedSharding(AbstractMesh((4,), ("x",)), P("x"))
+    abstract = {
+        n: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding) for n, t in tensors.items()
+    }
+    options = osl.ReadOptions(replicated=replicated)
+    loads = [
+        osl.plan_load(path, abstract, options=options, process_index=n, process_count=4).cost()
+        for n in range(4)
+    ]
+    rules = [ShardingRule.parse("'.*' = x")]
+    costs = estimate(path, MeshShape({"x": 4}, 4), rules, options=options).costs
+    assert [cost.read_bytes for cost in costs] == [cost.read_bytes for cost in loads]
+    assert [cost.requests for cost in costs] == [cost.requests for cost in loads]
+
+
 def test_the_picture(path, tmp_path, capsys):
     target = tmp_path / "reads.png"
     arguments = ["plan", str(path), "--mesh", "x=8", "--hosts", "4", "--plot", str(target)]
