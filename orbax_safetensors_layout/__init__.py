@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         metadata as metadata,
         plan_load as plan_load,
     )
+    from .lora import peft as peft
     from .mapping import (
         Expr as Expr,
         Mapping as Mapping,
@@ -101,6 +102,7 @@ _NAMES = {
         "UnsupportedDtypeError"
     ),
     "load": "TensorMetadata load metadata plan_load",
+    "lora": "peft",
     "mapping": (
         "Expr Mapping concat dequantize_block dequantize_int4 dequantize_mxfp4 families fill "
         "opaque rule stack tensor"

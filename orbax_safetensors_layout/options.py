@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -312,6 +313,8 @@ class WriteOptions(_CheckedOptions):
         max_file_bytes: In layout `"hf"` the most bytes of tensors in one file; a larger tensor has
             a file of its own. Processes share out files, so several a process keep a save in
             balance.
+        file_stem: In layout `"hf"` what files are called, before their numbers and
+            `.safetensors`: `model`, or for instance Diffusers' `diffusion_pytorch_model`.
         metadata: `__metadata__` strings of every file; `format` is `"pt"` unless given.
         dtype: Writes floating-point tensors in this dtype, rounded as numpy does.
         memory_budget_bytes: Host bytes that a save may hold beyond its arrays. The blocking part
@@ -328,6 +331,7 @@ class WriteOptions(_CheckedOptions):
 
     layout: Literal["hf", "sharded"] = "hf"
     max_file_bytes: int = 5 * 10**9
+    file_stem: str = "model"
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     dtype: Any = None
     memory_budget_bytes: int | None = None
@@ -430,6 +434,10 @@ def _is_by_class(values: Any) -> bool:
     )
 
 
+def _is_stem(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_-]+", value) is not None
+
+
 _BY_CLASS = f"a dict of storage classes ({', '.join(PROFILES)}) to"
 _COUNTS = "memory_budget_bytes concurrency request_bytes max_file_bytes attempts cache_bytes"
 _FLAGS = "mmap strict verify fsync digests use_ocdbt use_zarr3 use_compression"
@@ -446,6 +454,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         f"{_BY_CLASS} positive numbers",
         lambda v: _is_by_class(v) and all(v.values()),
     ),
+    ("file_stem", "a name of letters, digits, '_' and '-'", _is_stem),
     ("jitter", "a number from 0 to 1", lambda v: _is_number(v) and v <= 1),
     (
         "replicated",

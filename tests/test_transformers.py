@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +24,7 @@ import pytest
 import safetensors
 from checkpoints import nested
 from jax.sharding import NamedSharding, PartitionSpec
+from libraries import need
 from meshes import abstract_of, mesh_of
 from orbax_calls import installed_context, load_v1, restore_standard, restore_v0, save_standard
 from programs import run_processes
@@ -51,15 +50,6 @@ FAMILIES = {
 TIED = {"gemma", "gemma3_text"}
 FILE_BYTES = 30_000  # several files for every family
 SEVERAL_FILES = osl.WriteOptions(max_file_bytes=FILE_BYTES)
-
-
-def need(module: str) -> Any:
-    """The module; where it is missing the test is skipped, or fails if it was asked for."""
-    if os.environ.get("OSL_TRANSFORMERS") == "1":
-        return importlib.import_module(module)
-    return pytest.importorskip(
-        module, reason=f"{module} is not installed: OSL_TRANSFORMERS=1 python3 .ci/do.py test"
-    )
 
 
 @pytest.fixture(scope="module")

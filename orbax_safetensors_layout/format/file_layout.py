@@ -56,7 +56,9 @@ def natural_key(name: str) -> tuple[tuple[tuple[str, int, str], ...], str]:
     return tuple(parts), name
 
 
-def split(tensors: Iterable[NewTensor], max_file_bytes: int) -> list[tuple[str, list[NewTensor]]]:
+def split(
+    tensors: Iterable[NewTensor], max_file_bytes: int, stem: str = "model"
+) -> list[tuple[str, list[NewTensor]]]:
     """Return names and tensors of files, as Hugging Face does: a new file when one is full."""
     groups: list[list[NewTensor]] = [[]]
     used = 0
@@ -67,10 +69,10 @@ def split(tensors: Iterable[NewTensor], max_file_bytes: int) -> list[tuple[str, 
         groups[-1].append(tensor)
         used += tensor.nbytes
     if len(groups) == 1:
-        return [("model.safetensors", groups[0])]
+        return [(f"{stem}.safetensors", groups[0])]
     count = len(groups)
     return [
-        (f"model-{number:05}-of-{count:05}.safetensors", group)
+        (f"{stem}-{number:05}-of-{count:05}.safetensors", group)
         for number, group in enumerate(groups, 1)
     ]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from orbax_safetensors_layout.lazy import lazy_exports
 
 from .affine.bound import BoundExpr, Valued, WholeTensor
-from .affine.index_nodes import row_major
+from .affine.index_nodes import Decoded, row_major
 from .affine.leaf_pieces import (
     AffinePiece,
     DecodedPiece,
@@ -30,11 +30,13 @@ from .casting import (
 from .expr.choices import check_left_out
 from .expr.concat_stack import concat, stack
 from .expr.expression import Expr, fill, tensor
+from .expr.low_rank import LowRank, Replacement
 from .expr.opaque_ops import is_opaque, opaque
+from .expr.overlaid import overlaid
 from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
 from .expr.values import Cast, ValueOp, apply_ops, in_chunks
 from .matching import rule
-from .names import TensorSpec, TensorSpecs
+from .names import NameTree, TensorSpec, TensorSpecs
 from .rules import Mapping, check_mapping, fingerprint
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from .affine.binding import Binder, BoundMapping
 from .argument_checks import several
 from .expr.expression import Apply, Expr
 from .expr.opaque_ops import Compute
+from .expr.overlaid import Overlaid
 from .expr.values import Scale
 from .inverse.inference import Extent, InferredTensor
 from .inverse.invert import invert
@@ -338,7 +339,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _irreversible(expr: Expr) -> Iterator[Problem]:
-    if isinstance(expr, Compute):
+    if isinstance(expr, Compute | Overlaid):
         yield Problem(f"{expr!r} does not invert")
         return
     if isinstance(expr, Apply) and isinstance(expr.op, Scale):

@@ -15,7 +15,7 @@ import numpy as np
 
 from orbax_safetensors_layout.format import (
     DTYPES,
-    MAIN_INDEX,
+    INDEX_SUFFIX,
     NO_SAVE_ID,
     SAVE_ID,
     DType,
@@ -123,7 +123,9 @@ class WritePlan:
         """Return the index of several files of whole tensors, by name; empty without one."""
         if len(self.files) < 2:
             return {}
-        return {MAIN_INDEX: index_bytes([(name, tensors) for name, _, tensors in self.files])}
+        files = [(name, tensors) for name, _, tensors in self.files]
+        stem = files[0][0].rpartition("-of-")[0].rpartition("-")[0]
+        return {stem + INDEX_SUFFIX: index_bytes(files)}
 
     def writes(self) -> Iterator[FileWrite]:
         yield from self.own
@@ -256,7 +258,7 @@ class WritePlanner:
     ) -> None:
         self._leaves = tuple(leaves)
         self._metadata: Mapping[str, str] = {"format": "pt", **options.metadata}
-        self._max_file_bytes = options.max_file_bytes
+        self._max_file_bytes, self._stem = options.max_file_bytes, options.file_stem
         self._index, self._count = index, count
         least = options.replicate_below_bytes if options.layout == "sharded" else 0
         self._writers = PieceWriters(count, replicate_below_bytes=least)
@@ -265,7 +267,7 @@ class WritePlanner:
     def hf(self, stored: StoredPieces | None = None) -> WritePlan:
         """Return files of whole tensors; `stored` are their pieces, if they are written already."""
         numbers = {leaf.tensor.name: number for number, leaf in enumerate(self._leaves)}
-        files = split((leaf.tensor for leaf in self._leaves), self._max_file_bytes)
+        files = split((leaf.tensor for leaf in self._leaves), self._max_file_bytes, self._stem)
         owners = self._file_owners([[numbers[t.name] for t in tensors] for _, tensors in files])
         exchanged: list[int] = []
         described: list[tuple[str, int, tuple[NewTensor, ...]]] = []

@@ -13,10 +13,19 @@ from mapping_expressions import evaluate
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import natural_key
-from orbax_safetensors_layout.mapping import Mapping, concat, fill, opaque, rule, stack, tensor
+from orbax_safetensors_layout.mapping import (
+    Mapping,
+    NameTree,
+    concat,
+    fill,
+    opaque,
+    rule,
+    stack,
+    tensor,
+)
 from orbax_safetensors_layout.mapping.expr.einops import parse
 from orbax_safetensors_layout.mapping.expr.values import Add, Scale
-from orbax_safetensors_layout.mapping.names import NameTree, substitute
+from orbax_safetensors_layout.mapping.names import substitute
 
 F32 = np.dtype(np.float32)
 X = tensor("x")

@@ -14,7 +14,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "reading",
         "load writing",
         "save",
-        "conversion",
+        "conversion lora",
         "adapters",
         "analysis convert",
         "cli",

@@ -1,0 +1,150 @@
+"""Adapters of PEFT: loaded and saved as trees, and merged into the base model as it is loaded.
+
+An adapter is a folder, or an `hf://` path, with `adapter_config.json` and
+`adapter_model.safetensors`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping as Dict
+from typing import Any
+
+from orbax_safetensors_layout.catalog import Catalog, suggest_names
+from orbax_safetensors_layout.errors import MappingError, listed
+from orbax_safetensors_layout.load import load as _load
+from orbax_safetensors_layout.mapping import Mapping, overlaid, rule, tensor
+from orbax_safetensors_layout.options import ReadOptions, WriteOptions, given_or_default
+from orbax_safetensors_layout.pytree import leaf_shapes
+from orbax_safetensors_layout.runtime import frozen_heap
+from orbax_safetensors_layout.save import PreparedSave, save_group
+from orbax_safetensors_layout.storage import join, open_storage
+
+from .peft_folder import CONFIG_FILE, PREFIX, STEM, WEIGHTS_FILE, PeftFolder, read_adapter_config
+
+PathLike = str | os.PathLike[str]
+
+
+def config(path: PathLike) -> dict[str, Any]:
+    """Return an adapter's `adapter_config.json`.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        FormatError: It is malformed.
+    """
+    storage, folder = open_storage(path)
+    with storage:
+        return read_adapter_config(storage, folder)
+
+
+def load(path: PathLike, abstract: Any = None, *, options: ReadOptions | None = None) -> Any:
+    """Loads the tensors of an adapter, sharded as `abstract` asks.
+
+    Args:
+        path: The adapter's folder.
+        abstract: The tree to load, as for `osl.load`. Leaves are called as the adapter's tensors,
+            without `base_model.model.`: `model.layers.0.self_attn.q_proj.lora_A.weight` [rank, in]
+            and `.lora_B.weight` [out, rank]. None gives a flat dict of numpy arrays.
+        options: How to read.
+
+    Raises:
+        CheckpointNotFoundError: There is no adapter at `path`.
+        SafetensorsLayoutError: As from `osl.load`.
+    """
+    file = join(os.fspath(path), WEIGHTS_FILE)
+    with Catalog.open(file) as catalog:
+        names = catalog.names
+    rules = [rule(name.removeprefix(PREFIX), tensor(name)) for name in names]
+    return _load(file, abstract, mapping=Mapping(rules, strict=False), options=options)
+
+
+def save(
+    path: PathLike,
+    lora: Any,
+    *,
+    config: Dict[str, Any],
+    options: WriteOptions | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Saves an adapter, which `peft.PeftModel.from_pretrained` then opens.
+
+    Args:
+        path: A folder.
+        lora: A tree of arrays, with names as `load` gives them.
+        config: What `adapter_config.json` says: at least `r`, `lora_alpha`, `target_modules`. A
+            `peft_type` of LORA is added.
+        options: How to write.
+        overwrite: Replace an adapter that is there.
+
+    Raises:
+        SafetensorsLayoutError: As from `osl.save`.
+    """
+    text = json.dumps({"peft_type": "LORA", **config}, indent=2, sort_keys=True)
+    # One file, of the name that PEFT opens.
+    options = given_or_default(options, WriteOptions)
+    options = dataclasses.replace(options, file_stem=STEM, max_file_bytes=1 << 62)
+    names = leaf_shapes(lora)
+    mapping = Mapping([rule(name, tensor(PREFIX + name.removeprefix(PREFIX))) for name in names])
+    with frozen_heap(), save_group(path, options) as group:
+        prepared = PreparedSave.of(lora, options, mapping=mapping)
+        files = {CONFIG_FILE: text.encode()}
+        prepared.commit(path, group=group, overwrite=overwrite, sidecar_files=files)
+
+
+def merge(
+    mapping: Mapping | None,
+    adapter: PathLike,
+    *,
+    base: PathLike | None = None,
+    rename: Callable[[str], str] | None = None,
+    transposed: Iterable[str] = (),
+) -> Mapping:
+    """Return a mapping whose weights have an adapter added: `W + (alpha / r) B A`.
+
+    Each shard computes its own part when it is loaded, from its part of the base and the small
+    matrices, which are read whole where they are needed and are not in plans. Weights that the
+    mapping decodes are decoded first. Products are summed in float64 and rounded to float32, added
+    in float32, and rounded once to the weight's dtype: the values do not depend on shardings. A
+    shard of a weight with DoRA reads all inputs of its outputs, for their norms. A merged mapping
+    loads and converts; it does not save.
+
+    Args:
+        mapping: That of the base's model. None for leaves that are the base's tensors.
+        adapter: The adapter's folder, or its `hf://` path.
+        base: The base's folder, which None in place of a mapping needs.
+        rename: Gives the base's name of a tensor for the adapter's, where they differ.
+        transposed: Patterns of modules whose square weights are [in, out]; others' shapes tell.
+
+    Raises:
+        CheckpointNotFoundError: There is no adapter, or no base.
+        FormatError: The adapter is malformed.
+        MappingError: The adapter has tensors that no rule's tensors belong to, is of another method
+            than LoRA, or does not fit (when the mapping is used).
+    """
+    folder = PeftFolder(adapter, rename, tuple(transposed))
+    if mapping is None:
+        if base is None:
+            raise MappingError(
+                "merge needs the base's folder, or a mapping of its tensors",
+                expected="merge(None, adapter, base=FOLDER), or merge(mapping, adapter)",
+            )
+        with Catalog.open(base) as catalog:
+            names = dict.fromkeys([*catalog.names, *filter(folder.replaces, folder.names)])
+        mapping = Mapping([rule(name, tensor(name)) for name in names])
+    merged = copy.copy(mapping)
+    merged.rules, taken = overlaid(mapping.rules, folder)
+    lost = [name for name in folder.names if name not in taken]
+    if lost:
+        patterns = [name for rule in mapping.rules for name in rule.patterns()]
+        close = suggest_names(lost[0], patterns, 3)
+        raise MappingError(
+            f"the adapter changes {len(lost)} tensors that no rule takes",
+            found=listed(map(repr, lost), 3),
+            expected=f"names such as {listed(map(repr, close), 3)}" if close else None,
+            hint="Give rename=, if the base's names differ from the adapter's; a mapping that"
+            " decodes, if the base is quantised; untie=True of a family's, for a tied head.",
+        )
+    return merged

@@ -1,0 +1,332 @@
+"""A folder of PEFT: `adapter_config.json`, and what each tensor of the adapter does to the base."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import math
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.catalog import Catalog, compile_pattern
+from orbax_safetensors_layout.errors import FormatError, MappingError
+from orbax_safetensors_layout.format import TensorEntry, short_repr
+from orbax_safetensors_layout.mapping import BoundExpr, Decoded, LowRank, NameTree, Replacement
+from orbax_safetensors_layout.options import MIB, is_floating
+from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file, read_range
+
+CONFIG_FILE = "adapter_config.json"
+STEM = "adapter_model"
+WEIGHTS_FILE = f"{STEM}.safetensors"
+PREFIX = "base_model.model."
+
+Rename = Callable[[str], str]
+
+_KEPT_BYTES = 64 * MIB  # of tensors that were read, in case that other shards take them
+_PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
+    r"|lora_magnitude_vector)(\.(?!weight$|bias$)[^.]+)?(\.(?P<of>weight|bias))?"
+)
+_WRAPPED = re.compile(r"\.base_layer(?=\.|$)|\.modules_to_save(\.[^.]+(?=\.))?")
+_OTHER_METHOD = re.compile(r"\.(lora_\w+|trainable_tokens\w*|token_adapter)(\.|$)")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # values of `init_lora_weights`
+_EXPERT = re.compile(
+    r"(?P<fused>.+\.experts)\.(?P<expert>\d+|\{\w+\})\.(?P<part>gate|up|down)_proj\.weight"
+)
+
+
+class _Module(NamedTuple):
+    """The tensors of an adapter that change one weight."""
+
+    name: str  # of the module, or of the parameter, as the configuration speaks of it
+    parts: dict[str, TensorEntry]
+    is_parameter: bool  # of `target_parameters`: may hold all experts
+
+
+class PeftFolder:
+    """An adapter, opened: an `Overlay` of the base's tensors. Safe to use from many threads.
+
+    Only its header and configuration are read; tensors follow when regions that need them are
+    computed, and the last 64 MiB of them are kept. Its storage is closed with the last mapping.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        rename: Rename | None = None,
+        transposed: tuple[str, ...] = (),
+        digest: str | None = None,
+    ) -> None:
+        self.path = os.fspath(path)
+        self._how = rename, transposed
+        self._transposed = [compile_pattern(pattern) for pattern in transposed]
+        self._storage, folder = open_storage(path)
+        weakref.finalize(self, self._storage.close)
+        self.file = join(folder, WEIGHTS_FILE)
+        self.config = read_adapter_config(self._storage, folder)
+        catalog = Catalog.open(self.file, storage=self._storage)
+        self._entries = catalog.entries(catalog.names)
+        self._lock = threading.Lock()
+        self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+        described = [*sorted(self.config.items()), *self._entries.values()]
+        self.digest = hashlib.sha256(repr(described).encode()).hexdigest()
+        if digest not in (None, self.digest):
+            raise FormatError("the adapter is not the one that was merged before", file=self.file)
+        self._check_method()
+        self._modules: dict[str, _Module] = {}
+        self._replaced: dict[str, TensorEntry] = {}
+        self._sort(rename or (lambda name: name))
+        self._tree = NameTree(self.names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Equal adapters are equal mappings, in every process."""
+        return type(self), (self.path, *self._how, self.digest)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The base's tensors that it changes."""
+        return (*self._modules, *self._replaced)
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
+        with self._lock:
+            if name in self._kept:
+                self._kept.move_to_end(name)
+                return self._kept[name]
+        entry = self._entries[name]
+        data = read_range(self._storage, entry.file, entry.start, entry.nbytes)
+        values = np.frombuffer(data, entry.dtype.numpy).reshape(entry.shape)
+        with self._lock:
+            self._kept[name] = values
+            while len(self._kept) > 1 and sum(v.nbytes for v in self._kept.values()) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return values
+
+    def replaces(self, name: str) -> bool:
+        """Whether it has a tensor in place of the base's."""
+        return name in self._replaced
+
+    def matches(self, pattern: str) -> set[str]:
+        """Return those of `names` that change tensors of a pattern's names."""
+        fused = [name for name, *_ in _fused(pattern)]
+        return {name for p in (pattern, *fused) for name, _ in self._tree.match(p)}
+
+    def changed(self, name: str, operand: BoundExpr | None, *, decoded: bool) -> BoundExpr:
+        """Return a tensor of the base with its change; None where the base does not have it."""
+        if name in self._replaced:
+            operand = self._replacement(self._replaced[name], operand)
+        assert operand is not None, name
+        module, expert, half = self._modules.get(name), None, 0
+        fused = next(_fused(name), None)
+        if module is None and fused is not None:
+            module, expert, half = self._modules.get(fused[0]), int(fused[1]), fused[2]
+        if module is None:
+            return operand
+        if not is_floating(operand.dtype) or operand.dtype.itemsize < 2:
+            raise MappingError(
+                f"the adapter changes {name!r}, which the mapping takes as {operand.dtype.name}",
+                hint="Merge it into a mapping that decodes the base's quantised weights.",
+            )
+        try:
+            kernel = self._low_rank(module, operand, expert, half, decoded=decoded)
+        except ValueError as error:
+            raise MappingError(
+                f"the adapter's tensors do not fit {name!r}: {error}",
+                expected=f"those of a weight of shape {list(operand.shape)}",
+                found=", ".join(f"{e.name} {list(e.shape)}" for e in module.parts.values()),
+                hint=f"Take the base that {self.path} was trained on"
+                f" ({short_repr(self.config.get('base_model_name_or_path'))}).",
+            ) from error
+        return Decoded(operand.shape, operand.dtype, (operand,), kernel)
+
+    def _replacement(self, entry: TensorEntry, operand: BoundExpr | None) -> BoundExpr:
+        operands = () if operand is None else (operand,)
+        dtype = entry.dtype.numpy if operand is None else operand.dtype
+        if not is_floating(dtype) or dtype.itemsize < 2:
+            dtype = entry.dtype.numpy
+        ranks = tuple(len(of.shape) for of in operands)
+        return Decoded(entry.shape, dtype, operands, Replacement(self, entry.name, dtype, ranks))
+
+    def _low_rank(
+        self, module: _Module, weight: BoundExpr, expert: int | None, half: int, *, decoded: bool
+    ) -> LowRank:
+        rank, scale = self._figures(module.name)
+        parts, shape, dtype = module.parts, weight.shape, weight.dtype
+        if "bias" in parts:
+            _check(parts["bias"].shape == shape, "the bias has another shape")
+            return LowRank(self, None, parts["bias"].name, scale, dtype, shape)
+        _check("a" in parts and "b" in parts, "lora_A or lora_B is missing")
+        a, b = parts["a"], parts["b"]
+        experts = 0
+        if module.is_parameter and (len(shape) == 3 or expert is not None):
+            experts, rest = divmod(a.shape[0], rank)
+            _check(not rest and b.shape[1] == a.shape[0], f"the rank is not {rank} of each expert")
+            _check(expert is not None or shape[0] == experts, f"there are {experts} experts")
+        else:
+            _check(a.shape[0] == rank and b.shape[1] == rank, f"the rank is not {rank}")
+        inputs, outputs = a.shape[1:], b.shape[0]
+        first = 0
+        if expert is not None:
+            first, outputs = half * outputs // 2, outputs // (2 if half >= 0 else 1)
+            first = max(first, 0)
+            _check(shape == (outputs, *inputs) and expert < experts, "outputs or inputs differ")
+            return LowRank(
+                self, a.name, b.name, scale, dtype, shape,
+                experts=experts, expert=expert, first=first,
+            )  # fmt: skip
+        kernel = shape[1:] if experts else shape
+        straight, across = kernel == (outputs, *inputs), kernel == (*inputs, outputs)
+        _check(straight or across, "outputs or inputs differ")
+        transposed = across
+        if "embedding" in parts:
+            _check(across, "an embedding is [tokens, hidden]")
+        elif straight and across and not decoded:
+            transposed = self._is_transposed(module, bool(experts))
+        elif straight:
+            transposed = False
+        magnitude = parts.get("magnitude")
+        return LowRank(
+            self, a.name, b.name, scale, dtype, shape, transposed,
+            magnitude=None if magnitude is None else magnitude.name, experts=experts,
+        )  # fmt: skip
+
+    def _is_transposed(self, module: _Module, is_fused: bool) -> bool:
+        """Whether a square weight is [in, out]: its shape does not tell."""
+        if any(pattern.fullmatch(module.name) for pattern in self._transposed):
+            return True
+        if is_fused and not self._transposed:
+            raise MappingError(
+                f"each expert of {module.name!r} is square: its shape does not tell inputs from"
+                " outputs",
+                hint="Say which weights are [expert, in, out], as GPT-OSS's:"
+                " merge(..., transposed=['*.experts.*']); or transposed=['none'] if none are.",
+            )
+        return bool(self.config.get("fan_in_fan_out")) and not is_fused
+
+    def _figures(self, module: str) -> tuple[int, float]:
+        """Return the rank of a module, and what its product is scaled with."""
+        ranks, alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
+        rank = ranks.get(_key(ranks, module), self.config.get("r"))
+        alpha = alphas.get(_key(alphas, module), self.config.get("lora_alpha"))
+        if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+            raise FormatError(
+                f"the adapter's configuration gives {module!r} no rank and alpha",
+                file=join(self.path, CONFIG_FILE),
+                expected="a positive integer `r`, a number `lora_alpha`",
+                found=f"{short_repr(rank)}, {short_repr(alpha)}",
+            )
+        return rank, alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _pattern(self, name: str) -> dict[str, Any]:
+        value = self.config.get(name) or {}
+        return value if isinstance(value, dict) else {}
+
+    def _check_method(self) -> None:
+        kind, start = self.config.get("peft_type"), self.config.get("init_lora_weights")
+        unknown = [n for n in ("use_qalora", "layer_replication", "use_bdlora", "arrow_config",
+                               "kasa_config", "velora_config", "alora_invocation_tokens",
+                               "trainable_token_indices", "monteclora_config")
+                   if self.config.get(n)]  # fmt: skip
+        if kind != "LORA":
+            what, hint = f"peft_type {short_repr(kind)}", "Merge it with PEFT (merge_and_unload)."
+        elif unknown:
+            what, hint = f"{unknown[0]!r}", "Merge it with PEFT (merge_and_unload)."
+        elif isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+            what = f"init_lora_weights {start!r}, which changes the base's weights, too"
+            hint = "Save it with PEFT's path_initial_model_for_weight_conversion."
+        else:
+            return
+        raise MappingError(
+            f"the adapter cannot be merged: its configuration has {what}",
+            expected="peft_type LORA",
+            found=join(self.path, CONFIG_FILE),
+            hint=hint,
+        )
+
+    def _sort(self, rename: Rename) -> None:
+        """Finds what each tensor of the adapter is for."""
+        parts: dict[str, dict[str, TensorEntry]] = {}
+        for name, entry in self._entries.items():
+            plain = name.removeprefix(PREFIX)
+            match = _PART.fullmatch(plain)
+            if match is None:
+                plain = _WRAPPED.sub("", plain)
+                if _OTHER_METHOD.search(plain):
+                    raise MappingError(f"{self.file}: it is not known what tensor {name!r} is for")
+                self._replaced[rename(plain)] = entry
+                continue
+            role = {"A": "a", "B": "b", "r": "magnitude"}[match["part"][-1]]
+            own = parts.setdefault(match["module"], {})
+            own["bias" if match["of"] == "bias" else role] = entry
+            if "embedding" in match["part"]:
+                own["embedding"] = entry
+        for path, own in parts.items():
+            for name, module in self._targets(path, own):
+                self._modules[rename(name)] = module
+
+    def _targets(self, path: str, parts: dict[str, TensorEntry]) -> Iterator[tuple[str, _Module]]:
+        """Yields the base's tensors that parts are for, and what of them is for each."""
+        module = _WRAPPED.sub("", path)
+        parameters = []
+        for target in self.config.get("target_parameters") or ():
+            head, _, parameter = str(target).rpartition(".")
+            if f".{module}".endswith(f".{head}"):
+                parameters.append(parameter)
+        # Wrappers of one module's parameters are nested, in the order in which models have them.
+        parameters.sort(key=lambda name: ("down" in name or "output" in name, name))
+        depth = path.count(".base_layer")
+        bias = parts.pop("bias", None)
+        if bias is not None:
+            yield f"{module}.bias", _Module(module, {"bias": bias}, is_parameter=False)
+        if depth < len(parameters):
+            parameter = parameters[len(parameters) - 1 - depth]
+            yield f"{module}.{parameter}", _Module(f"{module}.{parameter}", parts, True)
+        else:
+            yield f"{module}.weight", _Module(module, parts, is_parameter=False)
+
+
+def read_adapter_config(storage: Storage, folder: str) -> dict[str, Any]:
+    """Return the `adapter_config.json` of a folder."""
+    file = join(folder, CONFIG_FILE)
+    try:
+        config = json.loads(read_file(storage, file, "an adapter's configuration"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"cannot read an adapter's configuration: {error}", file=file) from error
+    if not isinstance(config, dict):
+        raise FormatError("an adapter's configuration is not a JSON object", file=file)
+    return config
+
+
+def _fused(name: str) -> Iterator[tuple[str, str, int]]:
+    """Yields the parameter that holds all experts of a tensor, its expert, and the half of it."""
+    match = _EXPERT.fullmatch(name)
+    if match:
+        part = match["part"]
+        fused = "down_proj" if part == "down" else "gate_up_proj"
+        half = {"gate": 0, "up": 1, "down": -1}[part]
+        yield f"{match['fused']}.{fused}", match["expert"], half
+
+
+def _key(patterns: dict[str, Any], name: str) -> str:
+    """Return the first pattern that a module's name ends with, as PEFT finds it."""
+    for pattern in patterns:
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return pattern
+        except re.error as error:
+            raise MappingError(
+                f"{pattern!r} of the adapter cannot be a pattern: {error}"
+            ) from error
+    return name
+
+
+def _check(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)

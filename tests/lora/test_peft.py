@@ -1,0 +1,348 @@
+"""Adapters of PEFT against a merge of whole arrays in numpy, and against PEFT itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from checkpoints import assert_same_bits
+from jax.sharding import NamedSharding, PartitionSpec
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.mapping import fingerprint
+
+PREFIX = "base_model.model."
+Q, K = "model.layers.0.q_proj", "model.layers.1.q_proj"
+F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+
+
+def random(*shape, dtype=F32, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def adapter(folder, tensors, **config):
+    """A folder as PEFT writes it."""
+    os.makedirs(folder, exist_ok=True)
+    full = {PREFIX + name: value for name, value in tensors.items()}
+    safetensors.numpy.save_file(full, f"{folder}/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, **config}
+    with open(f"{folder}/adapter_config.json", "w") as file:
+        json.dump(config, file)
+    return str(folder)
+
+
+def base_of(folder, tensors):
+    osl.save(folder, tensors)
+    return str(folder)
+
+
+def low_rank(module, outputs, inputs, rank=2, dtype=F32, seed=1):
+    return {
+        f"{module}.lora_A.weight": random(rank, inputs, dtype=dtype, seed=seed),
+        f"{module}.lora_B.weight": random(outputs, rank, dtype=dtype, seed=seed + 1),
+    }
+
+
+def change(lora, module, scale):
+    a, b = (lora[f"{module}.lora_{x}.weight"].astype(np.float64) for x in "AB")
+    return (b @ a * scale).astype(F32)
+
+
+def plus(base, delta):
+    return (base.astype(F32) + delta).astype(base.dtype)
+
+
+def sharded(shape, dtype, *spec):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4],
+                         axis_types=(jax.sharding.AxisType.Auto,) * 2)  # fmt: skip
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def test_save_and_load_are_inverses_and_write_what_peft_writes(tmp_path):
+    lora = low_rank(Q, 12, 8)
+    osl.peft.save(tmp_path / "out", lora, config={"r": 2, "lora_alpha": 3, "target_modules": ["q"]})
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    stored = safetensors.numpy.load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert set(stored) == {PREFIX + name for name in lora}
+    loaded = osl.peft.load(tmp_path / "out")
+    assert loaded.keys() == lora.keys()
+    for name, value in lora.items():
+        assert_same_bits(loaded[name], value)
+    assert osl.peft.config(tmp_path / "out")["peft_type"] == "LORA"
+    leaf = f"{Q}.lora_A.weight"
+    tree = osl.peft.load(tmp_path / "out", {leaf: sharded((2, 8), F32, None, "a")})
+    assert_same_bits(np.asarray(tree[leaf]), lora[leaf])
+    with pytest.raises(osl.CheckpointExistsError):
+        osl.peft.save(tmp_path / "out", lora, config={"r": 2})
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("spec", [(), ("a", "b"), ("b",), (None, ("a", "b"))], ids=str)
+def test_any_sharding_gives_the_same_values(tmp_path, dtype, spec):
+    weights = {f"{Q}.weight": random(12, 8, dtype=dtype), "norm.weight": random(8)}
+    lora = low_rank(Q, 12, 8)
+    base = base_of(tmp_path / "base", weights)
+    mapping = osl.peft.merge(None, adapter(tmp_path / "lora", lora), base=base)
+    tree = {f"{Q}.weight": sharded((12, 8), dtype, *spec), "norm.weight": sharded((8,), F32)}
+    loaded = osl.load(base, tree, mapping=mapping)
+    assert_same_bits(
+        np.asarray(loaded[f"{Q}.weight"]), plus(weights[f"{Q}.weight"], change(lora, Q, 1.5))
+    )
+    assert_same_bits(np.asarray(loaded["norm.weight"]), weights["norm.weight"])
+
+
+def test_patterns_rslora_and_stacked_layers_of_which_not_all_have_a_change(tmp_path):
+    weights = {f"model.layers.{i}.q_proj.weight": random(6, 4, seed=i) for i in range(3)}
+    lora = low_rank(Q, 6, 4, rank=4) | low_rank("model.layers.2.q_proj", 6, 4)
+    path = adapter(
+        tmp_path / "lora", lora, use_rslora=True,
+        rank_pattern={"layers.0.q_proj": 4}, alpha_pattern={r"layers\.[12]\.q_proj": 7},
+    )  # fmt: skip
+    stacked = osl.stack(osl.tensor("model.layers.{i}.q_proj.weight").transpose(), over="i", axis=1)
+    mapping = osl.peft.merge(osl.Mapping([osl.rule("q", stacked)]), path)
+    loaded = osl.load(base_of(tmp_path / "base", weights), mapping=mapping)["q"]
+    merged = list(weights.values())
+    merged[0] = plus(merged[0], change(lora, Q, 3 / math.sqrt(4)))
+    merged[2] = plus(merged[2], change(lora, "model.layers.2.q_proj", 7 / math.sqrt(2)))
+    assert_same_bits(loaded, np.stack([weight.T for weight in merged], 1))
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (8, 8)])
+def test_weights_that_have_inputs_first(tmp_path, shape):
+    """A shape tells where it can; else the configuration does."""
+    weights = {f"{Q}.weight": random(*shape)}
+    lora = low_rank(Q, shape[1], shape[0])
+    path = adapter(tmp_path / "lora", lora, fan_in_fan_out=shape[0] == shape[1])
+    base = base_of(tmp_path / "base", weights)
+    loaded = osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+    expected = plus(weights[f"{Q}.weight"], change(lora, Q, 1.5).T)
+    assert_same_bits(loaded[f"{Q}.weight"], expected)
+
+
+def test_embeddings_biases_and_modules_to_save(tmp_path):
+    weights = {
+        "model.embed.weight": random(10, 6),
+        f"{Q}.weight": random(6, 6),
+        f"{Q}.bias": random(6),
+        f"{K}.bias": random(6, seed=3),
+        "head.weight": random(10, 6, seed=5, dtype=BF16),
+    }
+    lora = low_rank(Q, 6, 6) | {
+        "model.embed.lora_embedding_A": random(2, 10),
+        "model.embed.lora_embedding_B": random(6, 2),
+        f"{Q}.lora_B.bias": random(6, seed=7),
+        f"{K}.bias": random(6, seed=9),
+        "head.modules_to_save.weight": random(12, 6, seed=11),
+        "score.weight": random(2, 6, seed=13),
+    }
+    base = base_of(tmp_path / "base", weights)
+    mapping = osl.peft.merge(None, adapter(tmp_path / "lora", lora), base=base)
+    loaded = osl.load(base, mapping=mapping)
+    a, b = (lora[f"model.embed.lora_embedding_{x}"].astype(np.float64) for x in "AB")
+    expected = {
+        "model.embed.weight": plus(weights["model.embed.weight"], ((b @ a).T * 1.5).astype(F32)),
+        f"{Q}.weight": plus(weights[f"{Q}.weight"], change(lora, Q, 1.5)),
+        f"{Q}.bias": plus(weights[f"{Q}.bias"], lora[f"{Q}.lora_B.bias"] * F32.type(1.5)),
+        f"{K}.bias": lora[f"{K}.bias"],
+        "head.weight": lora["head.modules_to_save.weight"].astype(BF16),
+        "score.weight": lora["score.weight"],
+    }
+    assert loaded.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(loaded[name], value)
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), (None, "a")], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_dora_takes_norms_of_whole_rows_on_any_shard(tmp_path, spec, transposed):
+    weight = random(12, 8)
+    lora = low_rank(Q, 12, 8) | {f"{Q}.lora_magnitude_vector": random(12) ** 2}
+    merged = plus(weight, change(lora, Q, 1.5))
+    norms = np.sqrt((merged.astype(np.float64) ** 2).sum(1)).astype(F32)
+    merged *= (lora[f"{Q}.lora_magnitude_vector"] / norms)[:, None]
+    if transposed:
+        weight, merged = np.ascontiguousarray(weight.T), merged.T
+    base = base_of(tmp_path / "base", {f"{Q}.weight": weight})
+    path = adapter(tmp_path / "lora", lora, use_dora=True)
+    leaf = sharded(weight.shape, F32, *spec)
+    mapping = osl.peft.merge(None, path, base=base)
+    loaded = osl.load(base, {f"{Q}.weight": leaf}, mapping=mapping)
+    np.testing.assert_allclose(np.asarray(loaded[f"{Q}.weight"]), merged, rtol=3e-7)
+
+
+def experts_change(lora, module, experts, scale, layout):
+    a, b = (lora[f"{module}.lora_{x}.weight"].astype(np.float64) for x in "AB")
+    a, b = a.reshape(experts, -1, a.shape[1]), b.reshape(len(b), -1, experts)
+    return (np.einsum(f"ore,eri->{layout}", b, a) * scale).astype(F32)
+
+
+@pytest.mark.parametrize("layout", ["eoi", "eio"])
+def test_experts_that_are_one_tensor(tmp_path, layout):
+    experts, up, hidden = 3, 10, 8
+    module = "model.layers.0.mlp.experts"
+    gate = low_rank(f"{module}.base_layer", up, hidden, rank=2 * experts)
+    down = low_rank(module, hidden, up // 2, rank=2 * experts, seed=5)
+    shapes = {"gate_up_proj": (up, hidden), "down_proj": (hidden, up // 2)}
+    if layout == "eio":
+        shapes = {name: shape[::-1] for name, shape in shapes.items()}
+    weights = {f"{module}.{name}": random(experts, *shape) for name, shape in shapes.items()}
+    targets = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    path = adapter(tmp_path / "lora", gate | down, target_parameters=targets)
+    base = base_of(tmp_path / "base", weights)
+    mapping = osl.peft.merge(None, path, base=base)
+    loaded = osl.load(
+        base,
+        {name: sharded(value.shape, F32, None, "a", "b") for name, value in weights.items()
+         if not any(n % 2 for n in value.shape[1:])}
+        | {name: value for name, value in weights.items() if any(n % 2 for n in value.shape[1:])},
+        mapping=mapping,
+    )  # fmt: skip
+    parts = ("gate_up_proj", gate, f"{module}.base_layer"), ("down_proj", down, module)
+    for name, lora, of in parts:
+        expected = weights[f"{module}.{name}"] + experts_change(lora, of, experts, 1.5, layout)
+        np.testing.assert_allclose(
+            np.asarray(loaded[f"{module}.{name}"]), expected, rtol=3e-7, atol=1e-6
+        )
+
+
+def test_fused_experts_of_a_base_that_stores_each_by_itself(tmp_path):
+    experts, half, hidden = 3, 5, 8
+    module = "model.layers.0.mlp.experts"
+    lora = low_rank(module, 2 * half, hidden, rank=2 * experts)
+    path = adapter(tmp_path / "lora", lora, target_parameters=["mlp.experts.gate_up_proj"])
+    weights = {
+        f"{module}.{e}.{part}_proj.weight": random(half, hidden, seed=e)
+        for e in range(experts)
+        for part in ("gate", "up")
+    }
+    base = base_of(tmp_path / "base", weights)
+    delta = experts_change(lora, module, experts, 1.5, "eoi")
+    rule = osl.rule(
+        "up", osl.stack(osl.tensor("model.layers.0.mlp.experts.{e}.up_proj.weight"), over="e")
+    )
+    both = osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+    up = osl.load(
+        base, mapping=osl.peft.merge(osl.Mapping([rule], ignore="*gate_proj.weight"), path)
+    )["up"]
+    for e in range(experts):
+        for part, rows in (("gate", slice(half)), ("up", slice(half, None))):
+            name = f"{module}.{e}.{part}_proj.weight"
+            np.testing.assert_allclose(both[name], weights[name] + delta[e, rows], atol=1e-6)
+    np.testing.assert_array_equal(
+        up, np.stack([both[f"{module}.{e}.up_proj.weight"] for e in range(experts)])
+    )
+
+
+def test_square_experts_have_to_be_told(tmp_path):
+    experts, hidden, module = 3, 8, "mlp.experts"
+    lora = low_rank(module, hidden, hidden, rank=2 * experts)
+    weight = random(experts, hidden, hidden)
+    base = base_of(tmp_path / "base", {f"{module}.down_proj": weight})
+    path = adapter(tmp_path / "lora", lora, target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(osl.MappingError, match="is square"):
+        osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+    for patterns, layout in ((["none"], "eoi"), (["*.experts.*"], "eio")):
+        mapping = osl.peft.merge(None, path, base=base, transposed=patterns)
+        expected = weight + experts_change(lora, module, experts, 1.5, layout)
+        np.testing.assert_allclose(
+            osl.load(base, mapping=mapping)[f"{module}.down_proj"], expected, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), (None, "a")], ids=str)
+def test_quantised_bases_are_decoded_first(tmp_path, spec):
+    weight = (random(16, 8) * 50).astype(ml_dtypes.float8_e4m3fn)
+    scale = np.abs(random(4, 2)) + F32.type(0.5)
+    base = base_of(tmp_path / "base", {f"{Q}.weight": weight, f"{Q}.weight_scale_inv": scale})
+    plain = osl.dequantize_block(
+        osl.tensor(f"{Q}.weight"), osl.tensor(f"{Q}.weight_scale_inv"), block=(4, 4)
+    )
+    lora = low_rank(Q, 16, 8)
+    path = adapter(tmp_path / "lora", lora)
+    rules = osl.Mapping([osl.rule("q", plain)])
+    decoded = osl.load(base, mapping=rules)["q"]
+    tree = {"q": sharded((16, 8), BF16, *spec)}
+    merged = osl.load(base, tree, mapping=osl.peft.merge(rules, path))["q"]
+    assert_same_bits(np.asarray(merged), plus(decoded, change(lora, Q, 1.5)))
+    with pytest.raises(osl.MappingError, match="decodes"):
+        osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+
+
+def test_two_adapters_add_up(tmp_path):
+    weight = random(6, 4)
+    one, two = low_rank(Q, 6, 4), low_rank(Q, 6, 4, seed=5)
+    base = base_of(tmp_path / "base", {f"{Q}.weight": weight})
+    mapping = osl.peft.merge(None, adapter(tmp_path / "one", one), base=base)
+    mapping = osl.peft.merge(mapping, adapter(tmp_path / "two", two))
+    expected = plus(plus(weight, change(one, Q, 1.5)), change(two, Q, 1.5))
+    assert_same_bits(osl.load(base, mapping=mapping)[f"{Q}.weight"], expected)
+
+
+def test_a_shard_reads_its_part_of_the_base_alone(tmp_path):
+    base = base_of(tmp_path / "base", {f"{Q}.weight": random(64, 64)})
+    path = adapter(tmp_path / "lora", low_rank(Q, 64, 64))
+    mapping = osl.peft.merge(None, path, base=base)
+    bound = mapping.bind(base).expressions[f"{Q}.weight"]
+    box = Box((3, 5), (40, 9))
+    (piece,) = bound.pull_back(box)
+    assert [needed for _, needed in piece.inputs] == [box]
+    tree = {f"{Q}.weight": sharded((64, 64), F32, "a", "b")}
+    plan = osl.plan_load(base, tree, mapping=mapping)
+    assert plan.needed_bytes == 64 * 64 * 4
+
+
+def test_merged_mappings_are_equal_in_every_process(tmp_path):
+    base = base_of(tmp_path / "base", {f"{Q}.weight": random(6, 4)})
+    path = adapter(tmp_path / "lora", low_rank(Q, 6, 4))
+    first, again = (fingerprint(osl.peft.merge(None, path, base=base)) for _ in range(2))
+    other = adapter(tmp_path / "other", low_rank(Q, 6, 4), use_rslora=True)
+    assert first == again != fingerprint(osl.peft.merge(None, other, base=base))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"r": 3}, "the rank is not 3"),
+        ({"r": None}, "no rank and alpha"),
+    ],
+)
+def test_other_adapters_are_refused_by_name(tmp_path, config, expected):
+    base = base_of(tmp_path / "base", {f"{Q}.weight": random(6, 4)})
+    path = adapter(tmp_path / "lora", low_rank(Q, 6, 4), **config)
+    with pytest.raises(osl.SafetensorsLayoutError) as error:
+        osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+    assert expected in str(error.value)
+
+
+def test_tensors_that_no_rule_takes_are_an_error_and_can_be_renamed(tmp_path):
+    weight, lora = random(6, 4), low_rank(f"language_model.{Q}", 6, 4)
+    base = base_of(tmp_path / "base", {f"{Q}.weight": weight})
+    path = adapter(tmp_path / "lora", lora)
+    with pytest.raises(osl.MappingError, match="rename="):
+        osl.peft.merge(None, path, base=base)
+    mapping = osl.peft.merge(
+        None, path, base=base, rename=lambda name: name.removeprefix("language_model.")
+    )
+    expected = plus(weight, change(lora, f"language_model.{Q}", 1.5))
+    assert_same_bits(osl.load(base, mapping=mapping)[f"{Q}.weight"], expected)
+    with pytest.raises(osl.MappingError, match="base's folder"):
+        osl.peft.merge(None, path)
+
+
+def test_a_merged_mapping_does_not_save(tmp_path):
+    base = base_of(tmp_path / "base", {f"{Q}.weight": random(6, 4)})
+    mapping = osl.peft.merge(None, adapter(tmp_path / "lora", low_rank(Q, 6, 4)), base=base)
+    with pytest.raises(osl.MappingError, match="does not invert"):
+        osl.save(tmp_path / "out", osl.load(base, mapping=mapping), mapping=mapping)

@@ -1,0 +1,141 @@
+"""Merged models against `merge_and_unload` of PEFT, and adapters that PEFT opens."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from libraries import need
+
+import orbax_safetensors_layout as osl
+
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 40, "head_dim": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+CASES = {
+    "plain": ("LlamaConfig", SMALL, {"target_modules": LINEAR}),
+    "rslora": ("LlamaConfig", SMALL, {"target_modules": LINEAR, "use_rslora": True}),
+    "patterns": (
+        "LlamaConfig", SMALL,
+        {"target_modules": LINEAR, "rank_pattern": {"q_proj": 5, r"layers\.1\.mlp\.down_proj": 1},
+         "alpha_pattern": {"layers.0.self_attn.v_proj": 7}},
+    ),
+    "dora": ("LlamaConfig", SMALL, {"target_modules": LINEAR, "use_dora": True}),
+    "embeddings": ("LlamaConfig", SMALL, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "embeddings with dora": (
+        "LlamaConfig", SMALL, {"target_modules": ["embed_tokens"], "use_dora": True},
+    ),
+    "modules to save": (
+        "LlamaConfig", SMALL, {"target_modules": LINEAR, "modules_to_save": ["lm_head", "norm"]},
+    ),
+    "bias": (
+        "LlamaConfig", {**SMALL, "attention_bias": True},
+        {"target_modules": LINEAR[:2], "bias": "all"},
+    ),
+    "lora_bias": (
+        "LlamaConfig", {**SMALL, "attention_bias": True},
+        {"target_modules": LINEAR[:2], "lora_bias": True},
+    ),
+    "inputs first": (
+        "GPT2Config", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40},
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    ),
+    "fused experts": (
+        "GptOssConfig",
+        {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+        {"target_modules": ["q_proj"],
+         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+    "experts stored one by one": (
+        "Qwen3MoeConfig", {**SMALL, **EXPERTS},
+        {"target_modules": ["q_proj"],
+         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch():
+    torch = need("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        need("transformers")
+        need("peft")
+    return torch
+
+
+def trained(torch, kind, sizes, config, folder):
+    """A base and an adapter in folders, with random values; the model of both."""
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes))
+    model = model.to(torch.float32)
+    model.save_pretrained(folder / "base")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, **config))
+    with torch.no_grad():
+        for name, value in wrapped.named_parameters():
+            if value.requires_grad:
+                value.copy_(torch.randn_like(value) * (0.1 if "lora" in name else 1))
+    wrapped.save_pretrained(folder / "lora")
+    return wrapped
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES)
+def test_merged_weights_are_those_of_peft(torch, tmp_path, case):
+    """Each is rounded to float32 once here, and up to three times there."""
+    kind, sizes, config = CASES[case]
+    wrapped = trained(torch, kind, sizes, config, tmp_path)
+    wrapped.merge_and_unload().save_pretrained(tmp_path / "merged")
+    expected = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
+    base = str(tmp_path / "base")
+    mapping = osl.peft.merge(None, tmp_path / "lora", base=base)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2],
+                         axis_types=(jax.sharding.AxisType.Auto,))  # fmt: skip
+    tree = {
+        name: jax.ShapeDtypeStruct(
+            spec.shape, spec.dtype,
+            sharding=jax.sharding.NamedSharding(
+                mesh,
+                jax.sharding.PartitionSpec(
+                    *[None] * (len(spec.shape) - 1), "x" if spec.shape[-1] % 2 == 0 else None
+                ),
+            ),
+        )
+        for name, spec in mapping.leaf_facts(base).items()
+    }  # fmt: skip
+    merged = osl.load(base, tree, mapping=mapping)
+    stored = safetensors.numpy.load_file(tmp_path / "base" / "model.safetensors")
+    assert merged.keys() == expected.keys()
+    changed = 0
+    for name, value in expected.items():
+        np.testing.assert_allclose(np.asarray(merged[name]), value, rtol=1e-6, atol=1e-6)
+        changed += not np.array_equal(stored[name], merged[name])
+    assert changed >= len(config["target_modules"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peft_opens_a_saved_adapter(torch, tmp_path):
+    import peft
+    import transformers
+
+    kind, sizes, config = CASES["plain"]
+    wrapped = trained(torch, kind, sizes, config, tmp_path)
+    lora = osl.peft.load(tmp_path / "lora")
+    changed = {name: jax.numpy.asarray(value) * 2 for name, value in lora.items()}
+    osl.peft.save(tmp_path / "again", changed, config=osl.peft.config(tmp_path / "lora"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    opened = peft.PeftModel.from_pretrained(base, tmp_path / "again")
+    first, again = (dict(peft.get_peft_model_state_dict(model)) for model in (wrapped, opened))
+    assert first.keys() == again.keys()
+    assert len(again) == len(lora)
+    for name, value in again.items():
+        np.testing.assert_array_equal(value.detach().numpy(), first[name].detach().numpy() * 2)
