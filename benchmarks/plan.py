@@ -71,19 +71,22 @@ def dividing_axes(dim: int) -> tuple[str, ...] | None:
     return None
 
 
-def measure(folder: Path) -> dict[str, Any]:
+def measure(folder: Path, replicated: str) -> dict[str, Any]:
     """Plans once in this process."""
     import orbax_safetensors_layout as osl
 
+    process = {"process_index": PROCESS_INDEX, "process_count": PROCESS_COUNT}
+    options = osl.ReadOptions(replicated=replicated)  # type: ignore[arg-type]
+
     # The first plan's imports are not its memory: an empty one loads the modules.
-    osl.plan_load(folder, {}, process_index=PROCESS_INDEX, process_count=PROCESS_COUNT)
+    osl.plan_load(folder, {}, options=options, **process)
     imported = pages.resident_bytes()
     abstract = abstract_tree(deepseek_tensors())
     pages.reset_peak()
     baseline = pages.resident_bytes()
     before = os.times()
     start = time.perf_counter()
-    plan = osl.plan_load(folder, abstract, process_index=PROCESS_INDEX, process_count=PROCESS_COUNT)
+    plan = osl.plan_load(folder, abstract, options=options, **process)
     seconds = time.perf_counter() - start
     after = os.times()
     return {
@@ -103,24 +106,28 @@ def main() -> None:
     )
     parser.add_argument("--dir", type=Path, help="where the sparse checkpoint is made, and kept")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--replicated", default="auto", help="of ReadOptions; by default %(default)s"
+    )
     parser.add_argument("--json", type=Path, help="save the figures here")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(measure(options.child)))
+        print(json.dumps(measure(options.child, options.replicated)))
         return
     root = options.dir or Path(tempfile.gettempdir()) / "osl-benchmark"
     folder = root / f"deepseek-{FILES}"
     if not (folder / INDEX_NAME).exists():  # the index is written last
         make_deepseek_index(folder)
-    runs = [_child(folder) for _ in range(options.repeat)]
+    runs = [_child(folder, options.replicated) for _ in range(options.repeat)]
     if options.json:
         options.json.write_text(json.dumps(runs, indent=1))
     _report(runs)
 
 
-def _child(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, str(BENCHMARKS / "plan.py"), "--child", str(folder)]
+def _child(folder: Path, replicated: str) -> dict[str, Any]:
+    program = [sys.executable, str(BENCHMARKS / "plan.py")]
+    command = [*program, "--child", str(folder), "--replicated", replicated]
     of_child = environment() | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=of_child, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

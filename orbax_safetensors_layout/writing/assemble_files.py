@@ -22,7 +22,7 @@ from orbax_safetensors_layout.plan import (
     WritePlan,
 )
 from orbax_safetensors_layout.reading import ArrayReader
-from orbax_safetensors_layout.runtime import ProgressReport, allocate
+from orbax_safetensors_layout.runtime import Bytes, ProgressReport, Staging
 from orbax_safetensors_layout.storage import RangeReader
 
 from .folder import CheckpointFolder, OpenFile
@@ -142,17 +142,18 @@ def write_mapped(
         return apply_view(values.shard(*mapped.held[piece.source]).reshape(-1), piece.view)
 
     def write(
-        file: OpenFile, entry: TensorEntry, box: Box, pieces: Sequence[Piece], nbytes: int
+        file: OpenFile, entry: TensorEntry, box: Box, pieces: Sequence[Piece], memory: Bytes
     ) -> None:
-        memory, dtype = allocate(nbytes), entry.dtype.numpy
+        dtype = entry.dtype.numpy
         with explained(f"while saving {entry.name!r} to {file.plan.name}", entry.name):
             assemble_box(pieces, box, dtype, read, out=memory.view(dtype).reshape(box.shape))
         data = pack_bits(memory, entry.dtype.bits) if entry.dtype.packed else memory
         file.write_at(entry.start, [data])
         folder.written(file)
         report.add(entry.nbytes, entry.name)
-        folder.budget.release(nbytes)
+        folder.budget.release(memory.nbytes)
 
+    staging = Staging()
     for file, entry in tensors:
         expr = mapped.expressions[entry.name]
         box = Box.whole(expr.shape)
@@ -160,5 +161,5 @@ def write_mapped(
         nbytes = box.size * entry.dtype.numpy.itemsize  # unpacked
         folder.check()
         folder.budget.reserve(nbytes, folder.pool.progress)
-        folder.pool.submit(write, file, entry, box, pieces, nbytes)
+        folder.pool.submit(write, file, entry, box, pieces, staging.take(nbytes))
     folder.pool.join()
