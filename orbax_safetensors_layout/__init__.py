@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         dequantize_block as dequantize_block,
         dequantize_int4 as dequantize_int4,
         dequantize_mxfp4 as dequantize_mxfp4,
+        dequantized as dequantized,
         families as families,
         fill as fill,
         opaque as opaque,
@@ -104,8 +105,8 @@ _NAMES = {
     "load": "TensorMetadata load metadata plan_load",
     "lora": "peft",
     "mapping": (
-        "Expr Mapping concat dequantize_block dequantize_int4 dequantize_mxfp4 families fill "
-        "opaque rule stack tensor"
+        "Expr Mapping concat dequantize_block dequantize_int4 dequantize_mxfp4 dequantized "
+        "families fill opaque rule stack tensor"
     ),
     "options": "ConvertOptions Progress ReadOptions RetryPolicy WriteOptions",
     "plan": "Cost ReadPlan WritePlan",

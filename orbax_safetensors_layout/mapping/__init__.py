@@ -41,6 +41,7 @@ from .rules import Mapping, check_mapping, fingerprint
 
 if TYPE_CHECKING:
     from . import families
+    from .dequantizing.dequantized import dequantized
     from .families.config import read_config
     from .families.ready import TARGETS
     from .lookup import find_mapping
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
+        ".dequantizing.dequantized": "dequantized",
         ".families": "",
         ".families.config": "read_config",
         ".families.ready": "TARGETS",

@@ -27,9 +27,10 @@ from .opaque_ops import Compute
 from .values import as_dtype
 
 _MXFP4_GROUP = 32  # elements that share a scale (OCP Microscaling Formats 1.0, section 5)
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
-_CHUNK_ELEMENTS = 1 << 17  # bounds the float32 values that are held besides the result
+_POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([_POSITIVE, -_POSITIVE])  # the high bit is the sign
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+CHUNK_ELEMENTS = 1 << 17  # bounds the float32 values that are held besides the result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class _Scaled(abc.ABC):
 
     def needs(self, box: Box) -> tuple[Box, ...]:
         stored = (*[1] * (len(self.shape) - 1), self.packed)
-        return _blocks(box, stored), _blocks(box, self._sizes)
+        return blocks_of(box, stored), blocks_of(box, self._sizes)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -78,7 +79,7 @@ class _Scaled(abc.ABC):
     def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         stored, scale = inputs
         if scale.dtype == np.uint8:
-            scale = scale.view(_E8M0)
+            scale = scale.view(E8M0)
         blocks = [
             np.arange(start, stop) // n - start // n
             for start, stop, n in zip(*box, self._sizes, strict=True)
@@ -86,7 +87,7 @@ class _Scaled(abc.ABC):
         out = np.empty(box.shape, self.dtype)
         rows = count = len(out)
         if out.ndim > 1:
-            rows = max(1, _CHUNK_ELEMENTS * count // out.size)
+            rows = max(1, CHUNK_ELEMENTS * count // out.size)
         with np.errstate(all="ignore"):
             for start in range(0, count, rows):
                 part = slice(start, start + rows)
@@ -124,7 +125,7 @@ class BlockScale(_Scaled):
         free = len(stored.shape) - len(self.block)
         if free < 0:
             raise MappingError(f"the weight has fewer axes than the block {self.block}")
-        blocks = _blocks(Box.whole(stored.shape), (1,) * free + self.block)
+        blocks = blocks_of(Box.whole(stored.shape), (1,) * free + self.block)
         if scale.shape != blocks.shape:
             raise MappingError(
                 f"the scale has shape {list(scale.shape)}; blocks of {self.block} need"
@@ -138,7 +139,7 @@ class Mxfp4(_Scaled):
 
     __slots__ = ()
     packed = 2
-    pairs = _pairs(np.concatenate([_E2M1, -_E2M1]))  # the high bit is the sign
+    pairs = _pairs(E2M1)
     call = "dequantize_mxfp4({}, dtype={dtype!r})"
 
     def decoded_shape(self, stored: BoundExpr, scale: BoundExpr) -> tuple[int, ...]:
@@ -149,7 +150,7 @@ class Mxfp4(_Scaled):
                 f"the blocks have shape {list(stored.shape)}; with scales of shape"
                 f" {list(scale.shape)} they need {list(shape)}"
             )
-        is_exponent = scale.dtype in (np.dtype(np.uint8), _E8M0)
+        is_exponent = scale.dtype in (np.dtype(np.uint8), E8M0)
         _check(stored, "the blocks", "uint8", stored.dtype == np.uint8)
         _check(scale, "the scales", "uint8 or float8_e8m0fnu", is_exponent)
         return (*scale.shape[:-1], scale.shape[-1] * group)
@@ -247,7 +248,8 @@ def _check(operand: BoundExpr, subject: str, expected: str, fits: bool) -> None:
         raise MappingError(f"{subject} must be {expected}, not {operand.dtype.name}")
 
 
-def _blocks(box: Box, sizes: Sequence[int]) -> Box:
+def blocks_of(box: Box, sizes: Sequence[int]) -> Box:
+    """Return the region of blocks that a region of values lies in."""
     start = [a // n for a, n in zip(box.start, sizes, strict=True)]
     stop = [-(-b // n) for b, n in zip(box.stop, sizes, strict=True)]
     return Box(tuple(start), tuple(stop))

@@ -1,0 +1,1 @@
+"""Published formats of quantised weights: what each one's tensors are called, and its decoder."""

@@ -1,0 +1,72 @@
+"""Four-bit weights of bitsandbytes: NF4 and FP4, whose scales may be quantised too."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from ..expr.expression import Expr
+from .found_weight import FoundWeight, WeightScheme
+from .grouped_values import grouped, unpacked
+
+_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_MOST_ENTRIES = 256
+
+
+def _decode(weight: FoundWeight) -> Expr:
+    state = _state(weight)
+    shape, block = state["shape"], state["blocksize"]
+    count = math.prod(shape)
+    blocks = -(-count // block)
+    scale = weight.expr(".absmax")
+    if weight.entry(".nested_absmax") is not None:
+        scale = grouped(
+            scale,
+            (state["nested_blocksize"],),
+            "float32",
+            {"scale": weight.expr(".nested_absmax"), "table": weight.expr(".nested_quant_map")},
+        ).add(state["nested_offset"])
+    # The high half of a byte comes first, and values of all rows follow one another.
+    values = unpacked(weight.expr("").reshape(-1), 4, 0, count, (1, 0))
+    extents: tuple[int, ...] = (block,)
+    if len(shape) > 1 and shape[-1] % block == 0:  # a shard of columns then reads its own alone
+        rows = math.prod(shape[:-1])
+        packed = weight.expr("").reshape(rows, shape[-1] // 2)
+        values = unpacked(packed, 4, 1, shape[-1], (1, 0))
+        scale, extents = scale.reshape(rows, blocks // max(1, rows)), (1, block)
+    table = weight.expr(".quant_map")
+    decoded = grouped(values, extents, weight.dtype, {"scale": scale, "table": table})
+    return decoded.reshape(*shape)
+
+
+def _state(weight: FoundWeight) -> dict[str, Any]:
+    part = next(part for part in _STATES if weight.entry(part) is not None)
+    try:
+        state = json.loads(weight.small(part))
+        sizes = [state["blocksize"], state.get("nested_blocksize", 1), *state["shape"]]
+        offset = state.setdefault("nested_offset", 0.0)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise weight.error(f"{part!r} is not what bitsandbytes writes: {error!r}") from error
+    is_right = all(type(n) is int and 0 < n < 1 << 40 for n in sizes)
+    if not is_right or type(offset) not in (int, float) or sizes[0] % 2:
+        raise weight.error(f"{part!r} has sizes {sizes} and the offset {offset!r}")
+    state["nested_blocksize"] = sizes[1]
+    if weight.entry(".nested_absmax") is not None and weight.shape(".nested_quant_map") != (
+        _MOST_ENTRIES,
+    ):
+        raise weight.error("the table of nested scales has other than 256 entries")
+    return dict(state)
+
+
+SCHEMES = tuple(
+    WeightScheme(
+        f"bitsandbytes {part[-3:].upper()}",
+        "",
+        ("U8",),
+        (".absmax", ".quant_map", part),
+        _decode,
+        (".nested_absmax", ".nested_quant_map"),
+    )
+    for part in _STATES
+)

@@ -1,0 +1,197 @@
+"""`dequantized`: a mapping under which a quantised checkpoint is as if it were plain."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping as Dict
+from typing import Any, NamedTuple
+
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
+from orbax_safetensors_layout.format import TensorEntry
+from orbax_safetensors_layout.options import is_floating
+from orbax_safetensors_layout.storage import join, read_range
+
+from ..expr.expression import Expr, tensor
+from ..expr.values import as_dtype
+from ..families.config import read_config
+from ..matching import Rule, rule
+from ..names import NameTree
+from ..rules import Mapping
+from . import bitsandbytes, float_formats, integer_formats
+from .found_weight import FoundWeight, QuantizationSettings, WeightScheme
+
+_SCHEMES = (*bitsandbytes.SCHEMES, *float_formats.SCHEMES, *integer_formats.SCHEMES)
+# Scales of activations and of caches: what is computed with weights, not weights.
+_OF_ACTIVATIONS = re.compile(
+    r".*[._]([qkv]_scale|(input|output)_(scale|zero_point|global_scale|amax)"
+    r"|(k|v|q)_zero_point)"
+)
+_CONFIGS = (
+    ("config.json", ("quantization_config", "compression_config")),
+    ("hf_quant_config.json", ("quantization",)),
+)
+_SPECIAL = re.compile(r"[*?\[{]")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+
+class _DecodedWeight(NamedTuple):
+    scheme: WeightScheme
+    weight: FoundWeight
+    expr: Expr  # of names with wildcards
+    parts: tuple[str, ...]
+
+
+def dequantized(path: str | os.PathLike[str], *, dtype: Any = "bfloat16") -> Mapping:
+    """Return a mapping under which any quantised checkpoint is as if it were plain.
+
+    Each quantised weight is a leaf of its plain name and shape, `[out, in]`; what is not quantised
+    is as it is. Names and dtypes of tensors decide what is what, tensor by tensor; the figures of
+    `quantization_config` (`config.json`) or `hf_quant_config.json` are taken where these leave
+    something open. A process reads the values of its shards and the scales that they need, and
+    computes in float32; the result is rounded once. Scales of activations and caches are left out.
+
+    Args:
+        path: A safetensors folder or file. Headers are read, and of some formats a few bytes a
+            weight.
+        dtype: The dtype of weights that are decoded.
+
+    Raises:
+        MappingError: A weight is quantised in a way that is not known.
+        CheckpointNotFoundError: There is no checkpoint.
+        FormatError: A file is malformed.
+
+    Example:
+        >>> import tempfile, numpy as np, safetensors.numpy
+        >>> folder = tempfile.mkdtemp()
+        >>> weights = {
+        ...     "up.weight": np.ones((4, 2), np.int8),
+        ...     "up.weight_scale": np.ones((4, 1), np.float32),
+        ... }
+        >>> safetensors.numpy.save_file(weights, f"{folder}/model.safetensors")
+        >>> dequantized(folder).leaf_facts(folder)
+        {'up.weight': TensorSpec(shape=(4, 2), dtype=dtype(bfloat16))}
+    """
+    result = as_dtype(dtype)
+    if not is_floating(result):
+        raise MappingError("dequantized gives floating-point numbers", found=result.name)
+    with Catalog.open(path) as catalog:
+        entries = catalog.all_entries()
+        settings = QuantizationSettings(_settings(catalog))
+
+        @functools.cache
+        def read(entry: TensorEntry) -> bytes:
+            return read_range(catalog.storage, entry.file, entry.start, entry.nbytes)
+
+        weights: dict[str, _DecodedWeight] = {}
+        for name in entries:
+            for scheme, plain in _candidates(name, entries[name]):
+                named = _wildcards(plain)
+                weight = FoundWeight(plain, named, entries, settings, result.name, read)
+                if scheme.fits(weight):
+                    if plain in weights or (plain in entries and plain != name):
+                        raise weight.error("there are several weights of this name")
+                    parts = (scheme.values, *scheme.needs, *scheme.beside)
+                    names = [weight.name_of(part) for part in parts]
+                    stored = tuple(part for part in names if part in entries)
+                    weights[plain] = _DecodedWeight(scheme, weight, scheme.decode(weight), stored)
+                    break
+            else:
+                _check_plain(name, entries, settings)
+        return _mapping(entries, weights)
+
+
+def _settings(catalog: Catalog) -> Dict[str, Any]:
+    """Return the configured figures, empty where there are none."""
+    folder = (
+        catalog.path.rpartition("/")[0] if catalog.path.endswith(".safetensors") else catalog.path
+    )
+    for file, keys in _CONFIGS:
+        try:
+            config = read_config(join(folder, file), storage=catalog.storage)
+        except CheckpointNotFoundError:
+            continue
+        for key in keys:
+            found = config.get(key)
+            if isinstance(found, dict) and found:
+                return found
+    return {}
+
+
+def _candidates(name: str, entry: TensorEntry) -> Iterator[tuple[WeightScheme, str]]:
+    """Yields the schemes that a tensor may have the values of, with its weight's plain name."""
+    for scheme in _SCHEMES:
+        if entry.dtype.code in scheme.dtypes:
+            part = scheme.values
+            if not part:
+                yield scheme, name
+            elif part[0] == "/":
+                if name.endswith("." + part[1:]):
+                    yield scheme, name.removesuffix(part[1:]) + "weight"
+            elif name.endswith(part):
+                yield scheme, name.removesuffix(part)
+
+
+def _check_plain(
+    name: str, entries: Dict[str, TensorEntry], settings: QuantizationSettings
+) -> None:
+    """Refuses a tensor that looks like quantised values of no known scheme."""
+    entry = entries[name]
+    last = name.rpartition(".")[2]
+    is_small = entry.dtype.bits <= 8 and entry.dtype.code != "BOOL"
+    is_weight = last in ("weight", "qweight", "weight_packed") or last.endswith(
+        ("_blocks", "_packed")
+    )
+    if (is_small and is_weight) or (is_weight and last != "weight" and entry.dtype.code == "I32"):
+        plain = name.removesuffix(last) + "weight"
+        weight = FoundWeight(plain, plain, entries, settings, "float32", lambda _: b"")
+        raise weight.error(f"no scheme that is known has {name!r} in {entry.dtype.code}")
+
+
+def _mapping(entries: Dict[str, TensorEntry], weights: Dict[str, _DecodedWeight]) -> Mapping:
+    taken = {part for weight in weights.values() for part in weight.parts}
+    plain = [name for name in entries if name not in taken]
+    dropped = [name for name in plain if weights and _OF_ACTIVATIONS.fullmatch(name)]
+    kept = {name: tensor(_wildcards(name)) for name in plain if name not in set(dropped)}
+    exprs = kept | {name: weight.expr for name, weight in weights.items()}
+    unread = {  # parts that say what is known without them
+        part
+        for weight in weights.values()
+        for used in [set(weight.expr.patterns())]
+        for part in weight.parts
+        if _wildcards(part) not in used
+    }
+    ignore = {_NUMBER.sub("*", _SPECIAL.sub(r"[\g<0>]", name)) for name in {*unread, *dropped}}
+
+    def literal(name: str) -> Expr:
+        if name not in weights:
+            return tensor(name)
+        scheme, weight = weights[name].scheme, weights[name].weight
+        return scheme.decode(dataclasses.replace(weight, named=weight.plain))
+
+    return Mapping(list(_rules(exprs, literal)), ignore=sorted(ignore))
+
+
+def _wildcards(name: str) -> str:
+    """Return a name with wildcards in place of the components that are numbers."""
+    counter = itertools.count()
+    return _NUMBER.sub(lambda _: f"{{n{next(counter)}}}", name)
+
+
+def _rules(exprs: Dict[str, Expr], literal: Callable[[str], Expr]) -> Iterator[Rule]:
+    """Yields a rule for all leaves that differ in numbers alone, or one for each of them."""
+    by_pattern: dict[str, list[str]] = {}
+    for name in exprs:
+        by_pattern.setdefault(_wildcards(name), []).append(name)
+    tree = NameTree(exprs)
+    for pattern, names in by_pattern.items():
+        first = exprs[names[0]]
+        is_one = all(exprs[name] == first for name in names[1:])
+        if is_one and {name for name, _ in tree.match(pattern)} == set(names):
+            yield rule(pattern, first)
+        else:
+            yield from (rule(name, literal(name)) for name in names)

@@ -1,0 +1,114 @@
+"""Small floats with scales: FP8, MXFP8, NVFP4 and MXFP4, by the names of all who write them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..expr.expression import Expr
+from ..expr.quantized import dequantize_block, dequantize_mxfp4
+from .found_weight import FoundWeight, WeightScheme
+from .grouped_values import grouped, unpacked
+
+_FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_MX_GROUP = 32
+
+
+def group_extents(weight: FoundWeight, part: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape that scales are taken in, and the extents of a group of each."""
+    shape, scale = weight.shape(""), weight.shape(part)
+    rows = shape[:-1]
+    if math.prod(scale) == 1:
+        return (1,) * len(shape), shape
+    if len(shape) > 2 and scale in (shape[:1], (*shape[:1], *[1] * (len(shape) - 1))):
+        return (*shape[:1], *[1] * (len(shape) - 1)), (1, *shape[1:])
+    if scale in (rows, (*rows, 1)):
+        return (*rows, 1), (*[1] * len(rows), shape[-1])
+    if len(shape) < 2 or len(scale) != len(shape):
+        raise weight.error(f"scales of shape {list(scale)} for values of shape {list(shape)}")
+    block = weight.settings.block()
+    free = shape[:-2]
+    if scale == (*free, *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True))):
+        return scale, (*[1] * len(free), *block)
+    group = weight.settings.integer("group_size") or shape[-1] // max(1, scale[-1])
+    if scale[:-1] == rows and group and scale[-1] * group == shape[-1]:
+        return scale, (*[1] * len(rows), group)
+    raise weight.error(
+        f"scales of shape {list(scale)} are neither of the tensor, of its rows, of groups nor of"
+        f" blocks of {block} of values of shape {list(shape)}"
+    )
+
+
+def _fp8(part: str) -> Callable[[FoundWeight], Expr]:
+    def decode(weight: FoundWeight) -> Expr:
+        shape, block = group_extents(weight, part)
+        scale = weight.expr(part)
+        scale = scale if weight.shape(part) == shape else scale.reshape(*shape)
+        return dequantize_block(weight.expr(""), scale, block, weight.dtype)
+
+    return decode
+
+
+def _mxfp8(weight: FoundWeight) -> Expr:
+    shape, scale = weight.shape(""), weight.shape("_scale")
+    if not shape or scale != (*shape[:-1], -(-shape[-1] // _MX_GROUP)):
+        raise weight.error(f"exponents of shape {list(scale)} are not of groups of {_MX_GROUP}")
+    block = (*[1] * (len(shape) - 1), _MX_GROUP)
+    return grouped(weight.expr(""), block, weight.dtype, {"scale": weight.expr("_scale")})
+
+
+def _nvfp4(part: str, role: str, beside: str) -> Callable[[FoundWeight], Expr]:
+    def decode(weight: FoundWeight) -> Expr:
+        *rows, packed = weight.shape(part)
+        *others, groups = weight.shape("_scale") or (0,)
+        if others != rows or not groups or packed * 2 % groups:
+            raise weight.error(f"scales of shape {list(weight.shape('_scale'))}")
+        values = unpacked(weight.expr(part), 4, len(rows), packed * 2)
+        block = (*[1] * len(rows), packed * 2 // groups)
+        operands = {"scale": weight.expr("_scale"), role: weight.single(beside)}
+        return grouped(values, block, weight.dtype, operands, is_e2m1=True)
+
+    return decode
+
+
+def _mxfp4(weight: FoundWeight) -> Expr:
+    *rows, packed = weight.shape("_packed")
+    *others, groups = weight.shape("_scale") or (0,)
+    if others != rows or groups * _MX_GROUP != packed * 2:
+        raise weight.error(
+            f"{packed} bytes a row and {groups} exponents are not four bits in groups of"
+            f" {_MX_GROUP}"
+        )
+    blocks = weight.expr("_packed").reshape(*rows, groups, _MX_GROUP // 2)
+    return dequantize_mxfp4(blocks, weight.expr("_scale"), weight.dtype)
+
+
+def _gpt_oss(weight: FoundWeight) -> Expr:
+    # Decoded rows are outputs, but checkpoints without MXFP4 have [.., in, out].
+    values = dequantize_mxfp4(weight.expr("_blocks"), weight.expr("_scales"), weight.dtype)
+    axes = len(weight.shape("_scales"))
+    return values.transpose(*range(axes - 2), axes - 1, axes - 2) if axes > 1 else values
+
+
+SCHEMES = (
+    WeightScheme("FP8 with block scales", "", _FLOAT8, ("_scale_inv",), _fp8("_scale_inv")),
+    WeightScheme("MXFP4 of GPT-OSS", "_blocks", ("U8",), ("_scales",), _gpt_oss),
+    WeightScheme(
+        "NVFP4 of ModelOpt",
+        "",
+        ("U8",),
+        ("_scale", "_scale_2"),
+        _nvfp4("", "factor", "_scale_2"),
+    ),
+    WeightScheme(
+        "NVFP4 of compressed-tensors",
+        "_packed",
+        ("U8",),
+        ("_scale", "_global_scale"),
+        _nvfp4("_packed", "divisor", "_global_scale"),
+    ),
+    WeightScheme("MXFP4 of compressed-tensors", "_packed", ("U8",), ("_scale",), _mxfp4),
+)
+SCALED = _fp8("_scale")
+MX_SCALED = _mxfp8
+FLOAT8 = _FLOAT8

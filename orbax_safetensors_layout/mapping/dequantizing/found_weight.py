@@ -1,0 +1,134 @@
+"""A weight as it is found in a checkpoint: its parts, and the figures that are needed of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format import TensorEntry
+
+from ..expr.expression import Expr, tensor
+
+_BLOCK = (128, 128)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuantizationSettings:
+    """Figures of a `quantization_config`; None where there is none, or several."""
+
+    values: Mapping[str, Any]
+
+    @property
+    def method(self) -> str:
+        return str(self.values.get("quant_method") or self.values.get("quant_algo") or "unknown")
+
+    def integer(self, *names: str) -> int | None:
+        """Return a positive integer, of all groups of weights."""
+        found = [self.values.get(name) for name in names]
+        found += [group.get(name) for group in self._groups() for name in names]
+        kinds = {value for value in found if type(value) is int and value > 0}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def block(self) -> tuple[int, int]:
+        """Return the rows and columns that share a scale in blocks."""
+        given = [self.values.get("weight_block_size")]
+        given += [group.get("block_structure") for group in self._groups()]
+        for block in given:
+            if isinstance(block, list | tuple) and len(block) == 2:
+                rows, columns = block
+                if type(rows) is int and type(columns) is int and min(rows, columns) > 0:
+                    return rows, columns
+        return _BLOCK
+
+    def _groups(self) -> list[Mapping[str, Any]]:
+        groups = self.values.get("config_groups")
+        outer = groups.values() if isinstance(groups, Mapping) else ()
+        weights = [group.get("weights") for group in outer if isinstance(group, Mapping)]
+        return [group for group in weights if isinstance(group, Mapping)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundWeight:
+    """A quantised weight and what is beside it."""
+
+    plain: str  # the name of the weight without quantisation
+    named: str  # the same, perhaps with wildcards
+    entries: Mapping[str, TensorEntry]
+    settings: QuantizationSettings
+    dtype: str  # of the result
+    read: Callable[[TensorEntry], bytes]  # reads a small tensor
+
+    def name_of(self, part: str) -> str:
+        """Return the name of a part: `/` begins one beside the weight, others follow its name."""
+        return _joined(self.plain, part)
+
+    def entry(self, part: str) -> TensorEntry | None:
+        return self.entries.get(self.name_of(part))
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        entry = self.entry(part)
+        if entry is None:
+            raise self.error(f"there is no {self.name_of(part)!r}")
+        return entry.shape
+
+    def code(self, part: str) -> str:
+        entry = self.entry(part)
+        return "" if entry is None else entry.dtype.code
+
+    def expr(self, part: str) -> Expr:
+        return tensor(_joined(self.named, part))
+
+    def maybe(self, part: str) -> Expr | None:
+        return None if self.entry(part) is None else self.expr(part)
+
+    def single(self, part: str) -> Expr | None:
+        """A part of one number, as an array of one axis."""
+        if self.entry(part) is None:
+            return None
+        if math.prod(self.shape(part)) != 1:
+            raise self.error(f"{self.name_of(part)!r} is not one number")
+        return self.expr(part).reshape(1)
+
+    def small(self, part: str) -> bytes:
+        entry = self.entry(part)
+        if entry is None:
+            raise self.error(f"there is no {self.name_of(part)!r}")
+        if entry.nbytes > 1 << 16:
+            raise self.error(f"{entry.name!r} has {entry.nbytes:,} bytes, not a few figures")
+        return self.read(entry)
+
+    def error(self, problem: str) -> MappingError:
+        listed = ", ".join(
+            f"{name} {entry.dtype.code} {list(entry.shape)}"
+            for name, entry in self.entries.items()
+            if name.startswith(self.plain.rpartition(".")[0] + ".")
+        )
+        return MappingError(
+            f"the weight {self.plain!r}, quantised with {self.settings.method!r}, cannot be"
+            f" decoded: {problem}",
+            found=listed[:400],
+            hint="Write a rule for it, with osl.opaque or osl.tensor; or give the"
+            " quantization_config that belongs to these files.",
+        )
+
+
+def _joined(name: str, part: str) -> str:
+    return f"{name.rpartition('.')[0]}.{part[1:]}" if part.startswith("/") else name + part
+
+
+class WeightScheme(NamedTuple):
+    """A format of quantised weights, known by the names and dtypes of their parts."""
+
+    name: str
+    values: str  # the part with the values
+    dtypes: tuple[str, ...]  # their codes
+    needs: tuple[str, ...]  # other parts that tell it from others
+    decode: Callable[[FoundWeight], Expr]
+    beside: tuple[str, ...] = ()  # further parts, which it may have
+
+    def fits(self, weight: FoundWeight) -> bool:
+        has_all = all(weight.entry(part) is not None for part in self.needs)
+        return weight.code(self.values) in self.dtypes and has_all

@@ -1,0 +1,232 @@
+"""Decoders that formats are composed of: bits taken out of words, and groups that share a scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.geometry import Box
+
+from ..affine.bound import BoundExpr
+from ..affine.index_nodes import Decoded
+from ..expr.expression import Expr
+from ..expr.opaque_ops import Compute
+from ..expr.quantized import CHUNK_ELEMENTS, E2M1, E8M0, blocks_of
+from ..expr.values import as_dtype
+
+_IN_ORDER = -1  # what indices are in a model whose order was never changed
+_UINT8 = np.dtype(np.uint8)
+_WORDS = (_UINT8, np.dtype(np.int32), np.dtype(np.uint32))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unpack:
+    """A `Kernel` and `Decoder`: integers without sign, packed densely along an axis."""
+
+    bits: int
+    axis: int
+    extent: int | None  # of the result's axis; None where words hold as many as fit
+    order: tuple[int, ...]  # of the values in a word, that at the lowest bits 0; () as stored
+    shape: tuple[int, ...] = ()  # the result's, known when bound
+    word_bits: int = 32  # of the stored dtype, known when bound
+
+    def describe(self, operands: Sequence[str]) -> str:
+        order = f", order={self.order}" if self.order else ""
+        return f"unpacked({operands[0]}, {self.bits}, {self.axis}, {self.extent}{order})"
+
+    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
+        (packed,) = operands
+        if packed.dtype not in _WORDS or len(packed.shape) <= self.axis:
+            raise MappingError(f"packed values must be int32 or uint8, not {packed.dtype.name}")
+        word_bits, words = packed.dtype.itemsize * 8, packed.shape[self.axis]
+        extent = words * word_bits // self.bits if self.extent is None else self.extent
+        if words != -(-extent * self.bits // word_bits):
+            raise MappingError(
+                f"{words} words do not hold {extent} values of {self.bits} bits: "
+                f"{-(-extent * self.bits // word_bits)} do"
+            )
+        shape = (*packed.shape[: self.axis], extent, *packed.shape[self.axis + 1 :])
+        decoder = dataclasses.replace(self, shape=shape, word_bits=word_bits)
+        return Decoded(shape, _UINT8, operands, decoder)
+
+    free = 0
+
+    @property
+    def _unit(self) -> int:
+        """Values after which bits begin a word again."""
+        return self.word_bits // math.gcd(self.word_bits, self.bits)
+
+    def widen(self, box: Box) -> Box:
+        start, stop, unit = box.start[self.axis], box.stop[self.axis], self._unit
+        stop = min(-(-stop // unit) * unit, self.shape[self.axis])
+        return box.along(self.axis, start // unit * unit, stop)
+
+    def needs(self, box: Box) -> tuple[Box, ...]:
+        start, stop = box.start[self.axis] * self.bits, box.stop[self.axis] * self.bits
+        return (box.along(self.axis, start // self.word_bits, -(-stop // self.word_bits)),)
+
+    def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        words = np.ascontiguousarray(np.moveaxis(inputs[0], self.axis, -1))
+        word_bits = 8 if not self.order and 8 % self.bits == 0 else self.word_bits
+        words = words.view(np.uint8 if word_bits == 8 else np.uint32)
+        unit = word_bits // math.gcd(word_bits, self.bits)
+        per_unit = unit * self.bits // word_bits
+        lacking = -words.shape[-1] % per_unit
+        if lacking:
+            words = np.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, lacking)])
+        words = words.reshape(*words.shape[:-1], -1, per_unit)
+        out = np.empty((*words.shape[:-1], unit), np.uint8)
+        mask = (1 << self.bits) - 1
+        for k, place in enumerate(self.order or range(unit)):
+            word, shift = divmod(place * self.bits, word_bits)
+            values = words[..., word] >> shift
+            if shift + self.bits > word_bits:
+                values |= words[..., word + 1] << (word_bits - shift)
+            out[..., k] = values & mask
+        count = box.shape[self.axis]
+        flat = out.reshape(*out.shape[:-2], -1)[..., :count]
+        return np.moveaxis(flat, -1, self.axis)
+
+
+def unpacked(
+    packed: Expr, bits: int, axis: int, extent: int | None, order: Sequence[int] = ()
+) -> Expr:
+    """Return uint8 values of an expression of words."""
+    return Compute((packed,), Unpack(bits, axis, extent, tuple(order)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupScale:
+    """A `Kernel` and `Decoder`: (value - zero) times the scale of its group, in float32.
+
+    `roles` are those of the operands after the values: `scale` and `zero` have a value for each
+    group; `factor` and `divisor` are one number, by which scales are multiplied or divided first;
+    `index` has the group of each index of `axis`; `table` has what values stand for.
+    """
+
+    block: tuple[int, ...]  # extents of a group, of all axes
+    roles: tuple[str, ...]
+    dtype: np.dtype[Any]
+    offset: int = 0  # added to zeros
+    axis: int = -1
+    is_e2m1: bool = False
+    shape: tuple[int, ...] = ()  # the result's, known when bound; so are the next two
+    groups: int = 0  # along the axis
+    entries: int = 0  # of the table
+
+    def describe(self, operands: Sequence[str]) -> str:
+        given = [f"{role}={text}" for role, text in zip(self.roles, operands[1:], strict=True)]
+        listed = ", ".join([operands[0], *given])
+        return f"grouped({listed}, block={self.block}, dtype={self.dtype.name!r})"
+
+    def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
+        shape, given = operands[0].shape, dict(zip(self.roles, operands[1:], strict=True))
+        scale = given["scale"].shape
+        if len(shape) != len(self.block) or len(scale) != len(shape):
+            raise MappingError(
+                f"values of shape {list(shape)} and scales of shape {list(scale)} have no groups of"
+                f" {self.block}"
+            )
+        sizes = {role: operand.shape[-1] for role, operand in given.items() if operand.shape}
+        decoder = dataclasses.replace(
+            self, shape=shape, groups=scale[self.axis], entries=sizes.get("table", 0)
+        )
+        groups = decoder._groups(Box.whole(shape)).shape
+        needed = {"scale": groups, "zero": groups, "index": (shape[self.axis],)}
+        needed |= {"factor": (1,), "divisor": (1,), "table": (decoder.entries,)}
+        for role, operand in given.items():
+            if operand.shape != needed[role]:
+                raise MappingError(
+                    f"the {role} has shape {list(operand.shape)}; values of shape {list(shape)} in"
+                    f" groups of {self.block} need {list(needed[role])}"
+                )
+        return Decoded(shape, self.dtype, operands, decoder)
+
+    free = 0
+
+    def widen(self, box: Box) -> Box:
+        return box
+
+    def _groups(self, box: Box) -> Box:
+        if "index" in self.roles:
+            axis = self.axis % len(self.shape)
+            return blocks_of(box, self.block).along(axis, 0, self.groups)
+        return blocks_of(box, self.block)
+
+    def needs(self, box: Box) -> tuple[Box, ...]:
+        groups = self._groups(box)
+        index = Box((box.start[self.axis],), (box.stop[self.axis],))
+        table = Box((0,), (self.entries,))
+        boxes = {"scale": groups, "zero": groups, "index": index, "table": table}
+        number = Box((0,), (1,))
+        return (box, *(boxes.get(role, number) for role in self.roles))
+
+    def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        values, given = inputs[0], dict(zip(self.roles, inputs[1:], strict=True))
+        scale = given["scale"]
+        scale = (scale.view(E8M0) if scale.dtype == np.uint8 else scale).astype(np.float32)
+        zero = given.get("zero")
+        table = E2M1 if self.is_e2m1 else given.get("table")
+        where = [
+            np.arange(start, stop) // n - first
+            for start, stop, n, first in zip(*box, self.block, self._groups(box).start, strict=True)
+        ]
+        if "index" in given and not (given["index"] == _IN_ORDER).all():
+            where[self.axis] = given["index"]
+            self._check_index(where[self.axis], scale.shape[self.axis])
+        out = np.empty(box.shape, self.dtype)
+        rows = max(1, CHUNK_ELEMENTS * len(out) // max(1, out.size))
+        with np.errstate(all="ignore"):
+            if "factor" in given:
+                scale = scale * given["factor"].astype(np.float32)
+            if "divisor" in given:
+                scale = scale / given["divisor"].astype(np.float32)
+            for start in range(0, len(out), rows):
+                part = slice(start, start + rows)
+                index = [where[0][part], *where[1:]]
+                if table is None:
+                    held = values[part].astype(np.float32)
+                else:
+                    held = table.astype(np.float32, copy=False).take(values[part])
+                if zero is not None:
+                    held -= _of_groups(zero, index).astype(np.float32) + np.float32(self.offset)
+                elif self.offset:
+                    held -= np.float32(self.offset)
+                held *= _of_groups(scale, index)
+                out[part] = held.astype(self.dtype, copy=False)
+        return out
+
+    def _check_index(self, index: np.ndarray, groups: int) -> None:
+        if index.size and not 0 <= index.min() <= index.max() < groups:
+            raise MappingError(
+                "the groups of a quantised weight (g_idx) are not there",
+                expected=f"0 to {groups - 1}",
+                found=f"{index.min()} to {index.max()}",
+            )
+
+
+def _of_groups(groups: np.ndarray, index: Sequence[np.ndarray]) -> np.ndarray:
+    for axis, where in enumerate(index):
+        groups = groups.take(where, axis)
+    return groups
+
+
+def grouped(
+    values: Expr,
+    block: Sequence[int],
+    dtype: str,
+    operands: Mapping[str, Expr | None],
+    *,
+    offset: int = 0,
+    axis: int = -1,
+    is_e2m1: bool = False,
+) -> Expr:
+    """Return values times the scale of their group; `operands` by role, see `GroupScale`."""
+    given = {role: operand for role, operand in operands.items() if operand is not None}
+    kernel = GroupScale(tuple(block), tuple(given), as_dtype(dtype), offset, axis, is_e2m1)
+    return Compute((values, *given.values()), kernel)

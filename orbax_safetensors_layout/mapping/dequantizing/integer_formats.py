@@ -1,0 +1,143 @@
+"""Integers with scales and zero points: compressed-tensors, AWQ and GPTQ."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..expr.expression import Expr
+from ..expr.quantized import dequantize_int4
+from .float_formats import FLOAT8, MX_SCALED, SCALED, group_extents
+from .found_weight import FoundWeight, WeightScheme
+from .grouped_values import grouped, unpacked
+
+_WORD = 32
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of the values of eight columns
+
+
+def _scaled(weight: FoundWeight) -> Expr:
+    """FP8 and INT8 with `weight_scale`."""
+    if weight.code("_scale") in ("U8", "F8_E8M0"):
+        return MX_SCALED(weight)
+    zero = weight.maybe("_zero_point")
+    if zero is None or weight.code("") in FLOAT8:
+        return SCALED(weight)
+    shape, block = group_extents(weight, "_scale")
+    scale, zero = weight.expr("_scale").reshape(*shape), zero.reshape(*shape)
+    return grouped(weight.expr(""), block, weight.dtype, {"scale": scale, "zero": zero})
+
+
+def _packed(weight: FoundWeight) -> Expr:
+    """`pack-quantized`: rows packed densely, each value plus half the range."""
+    *rows, words = weight.shape("_packed")
+    *others, groups = weight.shape("_scale") or (0,)
+    if others != rows and weight.shape("_scale") != (1,):
+        raise weight.error(f"scales of shape {list(weight.shape('_scale'))}")
+    columns, bits = _columns_and_bits(weight, words, groups)
+    group = -(-columns // max(1, groups))
+    index, zero = weight.maybe("_g_idx"), weight.maybe("_zero_point")
+    scale = weight.expr("_scale")
+    is_whole = others != rows
+    if bits == 4 and index is None and zero is None and groups * group == columns and not is_whole:
+        return dequantize_int4(weight.expr("_packed"), scale, group, weight.dtype)
+    axis, offset = len(rows), 0
+    block = (*[1] * axis, group)
+    if is_whole:
+        scale, block = scale.reshape(*[1] * (axis + 1)), (*rows, columns)
+    if zero is None:
+        offset = 1 << (bits - 1)
+    elif weight.code("_zero_point") == "I32" and not is_whole:
+        zero = unpacked(zero, bits, axis - 1, rows[-1])
+    else:  # as it is, so without the half of the range
+        offset = 1 << (bits - 1)
+        zero = zero.reshape(*[1] * (axis + 1)) if is_whole else zero
+    values = unpacked(weight.expr("_packed"), bits, axis, columns)
+    operands = {"scale": scale, "zero": zero, "index": index}
+    return grouped(values, block, weight.dtype, operands, offset=offset)
+
+
+def _columns_and_bits(weight: FoundWeight, words: int, groups: int) -> tuple[int, int]:
+    """Return figures of a packed row: those configured, if they fit, or those of `weight_shape`."""
+    bits, group = weight.settings.integer("num_bits"), weight.settings.integer("group_size")
+    if bits and group and -(-groups * group * bits // _WORD) == words and groups > 1:
+        return groups * group, bits
+    stored = np.frombuffer(
+        weight.small("_shape"), f"<i{4 if weight.code('_shape') == 'I32' else 8}"
+    )
+    columns = int(stored[-1]) if stored.size else 0
+    fitting = [n for n in range(1, 9) if columns > 0 and -(-columns * n // _WORD) == words]
+    if bits in fitting:
+        return columns, bits
+    if len(fitting) != 1:
+        raise weight.error(f"{words} words of a row do not hold {columns} values of 1 to 8 bits")
+    return columns, fitting[0]
+
+
+def _awq_or_gptq(weight: FoundWeight) -> Expr:
+    rows, columns = _two(weight, "/qweight")
+    groups, outputs = _two(weight, "/scales")
+    bits = weight.settings.integer("bits", "w_bit")
+    if columns != outputs:
+        return _awq(weight, rows, groups, outputs, outputs // max(1, columns))
+    inputs = math.prod(weight.shape("/g_idx")) if weight.entry("/g_idx") else 0
+    if inputs and rows * _WORD % inputs == 0:
+        bits = rows * _WORD // inputs
+    if bits not in (2, 3, 4, 8) or rows * _WORD % bits:
+        raise weight.error(f"{rows} words of a column are not values of {bits} bits")
+    inputs = rows * _WORD // bits
+    group = -(-inputs // groups)
+    ordered = weight.settings.values.get("desc_act", True) is not False
+    is_first = weight.settings.values.get("checkpoint_format", "gptq") != "gptq_v2"
+    return grouped(
+        unpacked(weight.expr("/qweight"), bits, 0, inputs),
+        (group, 1),
+        weight.dtype,
+        {
+            "scale": weight.expr("/scales"),
+            "zero": unpacked(weight.expr("/qzeros"), bits, 1, outputs),
+            "index": weight.maybe("/g_idx") if ordered else None,
+        },
+        offset=int(is_first),  # zeros are stored less one
+        axis=0,
+    ).transpose()
+
+
+def _awq(weight: FoundWeight, inputs: int, groups: int, outputs: int, per_word: int) -> Expr:
+    if per_word != len(_AWQ_ORDER) or outputs % per_word or inputs % groups:
+        raise weight.error(f"{per_word} values a word; AWQ has {len(_AWQ_ORDER)}, of four bits")
+    zero = weight.maybe("/qzeros")
+    return grouped(
+        unpacked(weight.expr("/qweight"), 4, 1, outputs, _AWQ_ORDER),
+        (inputs // groups, 1),
+        weight.dtype,
+        {
+            "scale": weight.expr("/scales"),
+            "zero": None if zero is None else unpacked(zero, 4, 1, outputs, _AWQ_ORDER),
+        },
+        offset=0 if zero is not None else 8,
+        axis=0,
+    ).transpose()
+
+
+def _two(weight: FoundWeight, part: str) -> tuple[int, int]:
+    shape = weight.shape(part)
+    if len(shape) != 2 or 0 in shape:
+        raise weight.error(f"{part[1:]!r} has shape {list(shape)}, not two axes")
+    return shape[0], shape[1]
+
+
+SCHEMES = (
+    WeightScheme(
+        "packed integers",
+        "_packed",
+        ("I32",),
+        ("_scale",),
+        _packed,
+        ("_shape", "_zero_point", "_g_idx"),
+    ),
+    WeightScheme("FP8 or INT8", "", (*FLOAT8, "I8"), ("_scale",), _scaled, ("_zero_point",)),
+    WeightScheme(
+        "GPTQ or AWQ", "/qweight", ("I32",), ("/scales",), _awq_or_gptq, ("/qzeros", "/g_idx")
+    ),
+)

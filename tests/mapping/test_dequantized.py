@@ -1,0 +1,428 @@
+"""`dequantized`: each published format against a decoding of it, written from its description."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from boxes import boxes_in
+from checkpoints import assert_same_bits
+from hypothesis import given, settings, strategies as st
+from mapping_expressions import evaluate
+from recording import recording
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.mapping import affine_pieces
+
+F32 = np.dtype(np.float32)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # AWQ: of each column in its word
+ROWS, COLUMNS = 16, 64
+RNG = np.random.default_rng(15)
+
+
+def floats(*shape):
+    return (RNG.random(shape) + 0.5).astype(F32)
+
+
+def packed(values, bits, axis):
+    """Integers as one long number of bits for each row of an axis."""
+    moved = np.moveaxis(values, axis, -1)
+    count = -(-moved.shape[-1] * bits // 32)
+    out = np.empty((*moved.shape[:-1], count), np.uint32)
+    for row in np.ndindex(*moved.shape[:-1]):
+        number = sum(int(value) << (bits * k) for k, value in enumerate(moved[row]))
+        out[row] = [(number >> (32 * k)) & 0xFFFFFFFF for k in range(count)]
+    return np.moveaxis(out.view(np.int32), -1, axis)
+
+
+def nibbles(codes, high=False):
+    first, second = codes[..., 0::2], codes[..., 1::2]
+    return ((first << 4 | second) if high else (second << 4 | first)).astype(np.uint8)
+
+
+def repeated(scale, shape):
+    for axis, extent in enumerate(shape):
+        scale = np.repeat(scale, -(-extent // scale.shape[axis]), axis).take(range(extent), axis)
+    return scale
+
+
+def fp8(scale, name="weight_scale", stored=None, **config):
+    weight = RNG.standard_normal((ROWS, COLUMNS)).astype(FP8)
+    stored = scale if stored is None else stored
+    return (
+        {"weight": weight, name: stored},
+        weight.astype(F32) * repeated(scale, weight.shape),
+        config,
+    )
+
+
+def mxfp8():
+    scale = RNG.integers(120, 130, (ROWS, COLUMNS // 32)).astype(np.uint8)
+    return fp8((2.0 ** (scale.astype(F32) - 127)).astype(F32), stored=scale)
+
+
+def int8():
+    weight = RNG.integers(-128, 128, (ROWS, COLUMNS)).astype(np.int8)
+    scale, zero = floats(ROWS, 1), RNG.integers(-9, 9, (ROWS, 1)).astype(np.int8)
+    tensors = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    return tensors, (weight.astype(F32) - zero) * scale, {}
+
+
+def nvfp4(dialect):
+    codes = RNG.integers(0, 16, (ROWS, COLUMNS))
+    scale = floats(ROWS, COLUMNS // 16).astype(FP8)
+    factor = np.float32(1.7)
+    if dialect == "modelopt":
+        names, combined = ("weight", "weight_scale_2"), scale.astype(F32) * factor
+        extra = {"input_scale": np.float32(3)}
+    else:
+        names, combined = ("weight_packed", "weight_global_scale"), scale.astype(F32) / factor
+        extra = {"input_global_scale": floats(1)}
+        factor = np.full(1, factor)
+    tensors = {
+        names[0]: nibbles(codes),
+        "weight_scale": scale,
+        names[1]: np.asarray(factor),
+        **extra,
+    }
+    values = np.array(E2M1, F32)[codes]
+    return tensors, values * repeated(combined, codes.shape), {}
+
+
+def mxfp4(dialect):
+    codes = RNG.integers(0, 16, (ROWS, COLUMNS))
+    scale = RNG.integers(120, 130, (ROWS, COLUMNS // 32)).astype(np.uint8)
+    values = np.array(E2M1, F32)[codes] * repeated(2.0 ** (scale.astype(F32) - 127), codes.shape)
+    if dialect == "gpt_oss":
+        blocks = nibbles(codes).reshape(ROWS, -1, 16)
+        return {"weight_blocks": blocks, "weight_scales": scale}, values.astype(F32).T, {}
+    return {"weight_packed": nibbles(codes), "weight_scale": scale}, values.astype(F32), {}
+
+
+def integers(bits, group, zeros=False, order=False, columns=COLUMNS, configured=True):
+    codes = RNG.integers(0, 1 << bits, (ROWS, columns))
+    groups = columns // group
+    scale = floats(ROWS, groups)
+    zero = RNG.integers(0, 1 << bits, (ROWS, groups)) if zeros else None
+    index = RNG.permutation(np.arange(columns) // group).astype(np.int32)
+    index = index if order else np.arange(columns, dtype=np.int32) // group
+    tensors = {
+        "weight_packed": packed(codes, bits, 1),
+        "weight_scale": scale,
+        "weight_shape": np.array([ROWS, columns]),
+    }
+    if zeros:
+        tensors["weight_zero_point"] = packed(zero, bits, 0)
+    if order:
+        tensors["weight_g_idx"] = index
+    offset = zero[:, index] if zeros else 1 << (bits - 1)
+    values = (codes - offset).astype(F32) * scale[:, index]
+    weights = {"num_bits": bits, "group_size": group} if configured else {}
+    return tensors, values, {"config_groups": {"group_0": {"weights": weights}}}
+
+
+def awq(group=16):
+    codes = RNG.integers(0, 16, (COLUMNS, ROWS))  # [in, out]
+    zero = RNG.integers(0, 16, (COLUMNS // group, ROWS))
+    scale = floats(COLUMNS // group, ROWS).astype(np.float16)
+
+    def words(values):
+        placed = np.empty_like(values)
+        for column in range(values.shape[1]):
+            word, k = divmod(column, 8)
+            placed[:, word * 8 + PLACE[k]] = values[:, column]
+        return packed(placed, 4, 1)
+
+    values = (codes - np.repeat(zero, group, 0)) * np.repeat(scale.astype(F32), group, 0)
+    tensors = {"qweight": words(codes), "qzeros": words(zero), "scales": scale}
+    return tensors, values.astype(F32).T, {"quant_method": "awq", "bits": 4}
+
+
+def gptq(bits, version, ordered, group=16):
+    codes = RNG.integers(0, 1 << bits, (COLUMNS, ROWS))
+    zero = RNG.integers(1, 1 << bits, (COLUMNS // group, ROWS))
+    scale = floats(COLUMNS // group, ROWS).astype(np.float16)
+    index = np.arange(COLUMNS, dtype=np.int32) // group
+    index = RNG.permutation(index) if ordered else index
+    tensors = {
+        "qweight": packed(codes, bits, 0),
+        "qzeros": packed(zero - (version == "gptq"), bits, 1),
+        "scales": scale,
+        "g_idx": index,
+    }
+    values = (codes - zero[index]) * scale.astype(F32)[index]
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "desc_act": ordered,
+        "checkpoint_format": version,
+    }
+    return tensors, values.astype(F32).T, config
+
+
+def bitsandbytes(kind, nested, columns=COLUMNS, block=64):
+    codes = RNG.integers(0, 16, (ROWS, columns))
+    table = np.sort(RNG.standard_normal(16)).astype(F32)
+    count = -(-codes.size // block)
+    state = {"quant_type": kind, "blocksize": block, "shape": [ROWS, columns], "dtype": "bfloat16"}
+    tensors = {"weight": nibbles(codes.reshape(-1), high=True)[:, None], "weight.quant_map": table}
+    if nested:
+        offset, inner = np.float32(0.25), np.sort(RNG.standard_normal(256)).astype(F32)
+        stored = RNG.integers(0, 256, count).astype(np.uint8)
+        outer = floats(-(-count // 256))
+        absmax = inner[stored] * np.repeat(outer, 256)[:count] + offset
+        tensors |= {"weight.nested_absmax": outer, "weight.nested_quant_map": inner}
+        state |= {"nested_blocksize": 256, "nested_offset": float(offset)}
+        tensors["weight.absmax"] = stored
+    else:
+        absmax = tensors["weight.absmax"] = floats(count)
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = text
+    values = table[codes.reshape(-1)] * np.repeat(absmax, block)[: codes.size]
+    return tensors, values.reshape(codes.shape), {"quant_method": "bitsandbytes"}
+
+
+CASES = {
+    "fp8 tensor": lambda: fp8(
+        floats(1, 1), stored=np.float32(1.25).reshape(()) * floats(1, 1)[0, 0]
+    ),
+    "fp8 channel": lambda: fp8(floats(ROWS, 1)),
+    "fp8 blocks": lambda: fp8(
+        floats(2, 4), config_groups={"g": {"weights": {"block_structure": [8, 16]}}}
+    ),
+    "fp8 blocks of DeepSeek": lambda: fp8(
+        floats(4, 2), "weight_scale_inv", weight_block_size=[4, 32]
+    ),
+    "mxfp8": mxfp8,
+    "int8 zero points": int8,
+    "nvfp4 modelopt": lambda: nvfp4("modelopt"),
+    "nvfp4 compressed-tensors": lambda: nvfp4("compressed-tensors"),
+    "mxfp4 gpt-oss": lambda: mxfp4("gpt_oss"),
+    "mxfp4 compressed-tensors": lambda: mxfp4("compressed-tensors"),
+    **{f"pack-quantized {bits}": lambda bits=bits: integers(bits, 16) for bits in range(1, 9)},
+    "pack-quantized 4 zero points": lambda: integers(4, 16, zeros=True),
+    "pack-quantized 3 zero points and order": lambda: integers(3, 16, zeros=True, order=True),
+    "pack-quantized order": lambda: integers(4, 16, order=True),
+    "pack-quantized rows": lambda: integers(4, 61, columns=61),
+    "pack-quantized without figures": lambda: integers(5, 20, columns=60, configured=False),
+    "awq": awq,
+    **{
+        f"{version} {bits}{' order' * order}": lambda v=version, b=bits, o=order: gptq(b, v, o)
+        for version in ("gptq", "gptq_v2")
+        for bits, order in ((2, False), (3, True), (4, False), (4, True), (8, False))
+    },
+    "bitsandbytes nf4": lambda: bitsandbytes("nf4", nested=False),
+    "bitsandbytes nf4 nested": lambda: bitsandbytes("nf4", nested=True),
+    "bitsandbytes fp4 nested, odd rows": lambda: bitsandbytes("fp4", nested=True, columns=90),
+}
+
+
+def write(folder, tensors, config):
+    folder.mkdir(exist_ok=True)
+    ready = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    safetensors.numpy.save_file(ready, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+
+
+def made(case):
+    tensors, values, config = CASES[case]()
+    if case == "fp8 tensor":
+        values = tensors["weight"].astype(F32) * tensors["weight_scale"]
+    norm = {"model.norm.weight": floats(5), "model.layers.0.up.bias": floats(ROWS)}
+    named = {f"model.layers.0.up.{name}": value for name, value in tensors.items()} | norm
+    return named, values, config, norm
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_format_loads_as_if_it_were_plain(tmp_path, case):
+    tensors, values, config, norm = made(case)
+    write(tmp_path, tensors, config)
+    mapping = osl.dequantized(tmp_path, dtype="float32")
+    name = "model.layers.0.up.weight"
+    loaded = osl.load(tmp_path, mapping=mapping)
+    loaded = {"".join(map(str, path)): leaf for path, leaf in jax.tree.leaves_with_path(loaded)}
+    loaded = {key.strip("[']").replace("']['", "."): leaf for key, leaf in loaded.items()}
+    assert_same_bits(np.asarray(loaded[name]), values)
+    assert_same_bits(np.asarray(loaded["model.norm.weight"]), norm["model.norm.weight"])
+    assert set(mapping.leaf_facts(tmp_path)) == {name, *norm}
+    rounded = osl.dequantized(tmp_path).bind(tmp_path).expressions[name]
+    assert rounded.dtype == ml_dtypes.bfloat16
+    assert_same_bits(evaluate(rounded, tensors), values.astype(ml_dtypes.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder of each format, with its tensors and values."""
+    folders = {}
+    for case in CASES:
+        tensors, values, config, _ = made(case)
+        write(folder := tmp_path_factory.mktemp("format"), tensors, config)
+        bound = osl.dequantized(folder, dtype="float32").bind(folder)
+        folders[case] = bound.expressions["model.layers.0.up.weight"], tensors, values
+    return folders
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_any_part_of_each_format(folders, data):
+    bound, tensors, values = folders[data.draw(st.sampled_from(sorted(CASES)))]
+    box = data.draw(boxes_in(bound.shape))
+    assert_same_bits(evaluate(bound, tensors, box, factored=True), values[box.slices])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_shard_needs_its_values_and_their_scales(folders, case):
+    bound, tensors, values = folders[case]
+    half = Box((0, 0), (values.shape[0] // 2, values.shape[1]))
+    if case.startswith(("awq", "gptq", "mxfp4 gpt-oss")):  # stored with inputs first
+        half = Box((0, 0), (values.shape[0], values.shape[1] // 2))
+    needed = {}
+    for piece in affine_pieces(bound.pull_back(half, factored=True)):
+        size = np.prod(piece.view.shape, dtype=int)
+        needed[piece.source] = needed.get(piece.source, 0) + size
+    parts = {name.removeprefix("model.layers.0.up."): size for name, size in needed.items()}
+    stored = next(n for n in ("weight_packed", "weight_blocks", "qweight", "weight") if n in parts)
+    size = tensors[f"model.layers.0.up.{stored}"].size
+    assert parts[stored] <= size / 2 + 1
+    for scale in ("weight_scale", "weight_scale_inv", "scales", "weight_scales", "weight.absmax"):
+        whole = tensors.get(f"model.layers.0.up.{scale}", np.zeros(()))
+        has_order = any(name.endswith("g_idx") for name in parts)
+        if scale in parts and whole.size > 8 and not has_order:
+            assert parts[scale] <= whole.size / 2 + 1, scale
+
+
+def test_a_load_reads_the_bytes_that_its_shard_needs(tmp_path):
+    rows = 4096
+    packed_values = RNG.integers(-(2**31), 2**31, (rows, 256)).astype(np.int32)
+    tensors = {
+        "up.weight_packed": packed_values,
+        "up.weight_scale": floats(rows, 16),
+        "up.weight_zero_point": RNG.integers(0, 2**31, (rows // 8, 16)).astype(np.int32),
+        "up.weight_shape": np.array([rows, 2048]),
+    }
+    groups = {"g": {"weights": {"num_bits": 4, "group_size": 128}}}
+    write(tmp_path, tensors, {"config_groups": groups})
+    mapping = osl.dequantized(tmp_path)
+    quarter = mapping.bind(tmp_path).expressions["up.weight"].pull_back(Box((0, 0), (1024, 2048)))
+    sizes = {p.source: np.prod(p.view.shape, dtype=int) for p in affine_pieces(quarter)}
+    assert sizes == {
+        "up.weight_packed": 1024 * 256,
+        "up.weight_scale": 1024 * 16,
+        "up.weight_zero_point": 128 * 16,
+    }
+    with recording() as storage:
+        osl.load(tmp_path, mapping=mapping)
+    read = sum(stop - start for _, start, stop in storage.tensor_ranges())
+    assert (
+        read == sum(value.nbytes for value in tensors.values()) - tensors["up.weight_shape"].nbytes
+    )
+
+
+def test_recipes_may_be_mixed(tmp_path):
+    tensors, values = {}, {}
+    for layer, case in enumerate(["fp8 channel", "pack-quantized 4", "awq", "fp8 channel"]):
+        part, expected, _, _ = made(case)
+        tensors |= {
+            name.replace(".0.", f".{layer}."): value
+            for name, value in part.items()
+            if "up." in name
+        }
+        values[f"model.layers.{layer}.up.weight"] = expected
+    tensors["model.layers.4.up.weight"] = plain = floats(3, 2)
+    tensors["model.layers.0.self_attn.k_scale"] = floats(1)
+    write(tmp_path, tensors, {"quant_method": "fp8"})
+    mapping = osl.dequantized(tmp_path, dtype="float32")
+    bound = mapping.bind(tmp_path)
+    for name, expected in values.items():
+        assert_same_bits(evaluate(bound.expressions[name], tensors), expected)
+    assert_same_bits(evaluate(bound.expressions["model.layers.4.up.weight"], tensors), plain)
+    assert not any("scale" in name or "packed" in name for name in bound.expressions)
+
+
+def test_layers_of_one_kind_are_one_rule(tmp_path):
+    tensors = {}
+    for layer in range(30):
+        tensors |= {
+            name.replace(".0.", f".{layer}."): value for name, value in made("awq")[0].items()
+        }
+    write(tmp_path, tensors, {"quant_method": "awq"})
+    assert len(osl.dequantized(tmp_path).rules) == 3
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "problem"),
+    [
+        (
+            {"up.weight": np.zeros((4, 4), np.int8), "up.SCB": floats(4)},
+            {"quant_method": "bitsandbytes"},
+            r"'up.weight', quantised with 'bitsandbytes', .* 'up.weight' in I8",
+        ),
+        ({"up.weight": np.zeros((4, 4), FP8)}, {}, "no scheme that is known has 'up.weight'"),
+        (
+            {"up.weight": np.zeros((4, 4), FP8), "up.weight_scale": floats(3)},
+            {"quant_method": "fp8"},
+            r"scales of shape \[3\] for values of shape \[4, 4\]",
+        ),
+        (
+            {
+                "up.weight_packed": np.zeros((4, 24), np.uint8),
+                "up.weight_scale": np.zeros((4, 1), "u1"),
+            },
+            {"format": "mxfp6-pack-quantized"},
+            "24 bytes a row and 1 exponents are not four bits",
+        ),
+        (
+            {"up.weight_packed": np.zeros((4, 8), np.int32), "up.weight_scale": floats(4, 1)},
+            {"quant_method": "compressed-tensors"},
+            "there is no 'up.weight_shape'",
+        ),
+        (
+            {"up.qweight": np.zeros((5, 8), np.int32), "up.scales": floats(2, 8)},
+            {"quant_method": "gptq"},
+            "5 words of a column are not values of None bits",
+        ),
+        (
+            {
+                "up.weight": np.zeros((4, 1), np.uint8),
+                "up.weight.absmax": floats(1),
+                "up.weight.quant_map": floats(16),
+                "up.weight.quant_state.bitsandbytes__nf4": np.frombuffer(b"[]", np.uint8),
+            },
+            {},
+            "is not what bitsandbytes writes",
+        ),
+    ],
+)
+def test_what_is_not_known_is_an_error_that_names_it(tmp_path, tensors, config, problem):
+    write(tmp_path, tensors, config)
+    with pytest.raises(osl.MappingError, match=problem) as caught:
+        osl.dequantized(tmp_path)
+    assert "up." in str(caught.value)
+    assert "osl.opaque" in str(caught.value)
+    with pytest.raises(osl.MappingError, match="floating-point"):
+        osl.dequantized(tmp_path, dtype="int8")
+
+
+def test_groups_that_are_not_there(tmp_path):
+    tensors, *_, config = integers(4, 16, order=True)
+    tensors["weight_g_idx"][3] = 9
+    write(tmp_path, {f"up.{name}": value for name, value in tensors.items()}, config)
+    with pytest.raises(osl.MappingError, match="g_idx"):
+        osl.load(tmp_path, mapping=osl.dequantized(tmp_path))
+
+
+def test_an_order_that_was_never_set_is_that_of_the_columns(tmp_path):
+    tensors, values, config = integers(4, 16)
+    tensors["weight_g_idx"] = np.full(COLUMNS, -1, np.int32)
+    write(tmp_path, {f"up.{name}": value for name, value in tensors.items()}, config)
+    bound = osl.dequantized(tmp_path, dtype="float32").bind(tmp_path).expressions["up.weight"]
+    named = {f"up.{name}": value for name, value in tensors.items()}
+    box = Box((1, 20), (9, 50))
+    assert_same_bits(evaluate(bound, named, box), values[box.slices])
