@@ -34,9 +34,15 @@ from orbax_safetensors_layout.conversion import (
 from orbax_safetensors_layout.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    InvalidArgumentError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping, fingerprint
+from orbax_safetensors_layout.mapping import (
+    Mapping as LeafMapping,
+    dequantized,
+    fingerprint,
+    plain_configurations,
+)
 from orbax_safetensors_layout.options import (
     ConvertOptions,
     ReadOptions,
@@ -82,6 +88,7 @@ def convert(
     format: Format | None = None,
     mapping: LeafMapping | None = None,
     inverse: bool | None = None,
+    dequantize: str | None = None,
     mesh: Any = None,
     spec: Sequence[str | ShardingRule] = (),
     processes: int = 1,
@@ -110,6 +117,8 @@ def convert(
         mapping: What a model's leaves are made of, as for `load`.
         inverse: Whether the source is the model's side of the mapping; by default where the format
             is `"hf"` and the source is not.
+        dequantize: In place of a mapping, the dtype that quantised weights are decoded to; see
+            `dequantized`. What a `config.json` says of their quantisation is then left out.
         mesh: The devices that the target is cut for: axis names and sizes, or a mesh of JAX, which
             may be abstract. The chunks of an Orbax checkpoint, or the pieces of layout `sharded`,
             are then the shards. It does not count for format `"hf"`.
@@ -178,6 +187,12 @@ def convert(
         if not jax.tree.leaves(tree):
             raise CheckpointNotFoundError("the source has no leaves to convert", file=ref.path)
         inverts = False
+        if dequantize is not None:
+            if mapping is not None or reader.kind != "hf":
+                raise InvalidArgumentError(
+                    "dequantize takes safetensors of Hugging Face, and no mapping", file=ref.path
+                )
+            mapping = dequantized(ref.path, dtype=dequantize)
         if mapping is None:
             target_tree = plain_tree(tree)
         else:
@@ -206,6 +221,8 @@ def convert(
                 sidecar_files = read_sidecar_files(config, required=True)
             elif isinstance(reader, SafetensorsReader) and reader.kind == "hf":
                 sidecar_files = read_sidecar_files(reader.path, storage=reader.storage)
+            if dequantize is not None:
+                sidecar_files = plain_configurations(sidecar_files)
             identity = (reader.identity(), mapping_digest, inverts, subtree, options.dtype)
             planned = FilesTarget(
                 target_tree,

@@ -42,6 +42,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--subtree", metavar="NAME", help="convert a part of the tree, as params.params")
     add_mapping(parser, "names and shapes")
     add(
+        "--dequantize",
+        metavar="DTYPE",
+        help="decode quantised weights of every known format to this dtype, as bfloat16",
+    )
+    add(
         "--config",
         metavar="FOLDER",
         help="of the model's config.json and tokenizer, for a ready mapping and to be put beside"
@@ -93,6 +98,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         parsed.target,
         format=parsed.format,
         mapping=_mapping(parsed),
+        dequantize=parsed.dequantize,
         mesh=parsed.mesh,
         spec=sharding_rules(parsed.spec),
         processes=parsed.hosts,
@@ -146,6 +152,7 @@ CONVERT = Command(
         "convert Llama-3.1-8B maxtext --mapping llama:maxtext --mesh fsdp=64 --dtype bfloat16",
         "convert runs/a exported --step 1000 --subtree params --mapping llama:maxtext"
         " --config Llama-3.1-8B",
+        "convert Kimi-K2-Thinking kimi-bf16 --format hf --dequantize bfloat16",
         "convert llama-orbax llama-pieces --format sharded --mesh fsdp=64,tensor=4 --hosts 64",
     ),
     add_arguments=_add_arguments,

@@ -41,7 +41,7 @@ from .rules import Mapping, check_mapping, fingerprint
 
 if TYPE_CHECKING:
     from . import families
-    from .dequantizing.dequantized import dequantized
+    from .dequantizing.dequantized import dequantized, plain_configurations
     from .families.config import read_config
     from .families.ready import TARGETS
     from .lookup import find_mapping
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        ".dequantizing.dequantized": "dequantized",
+        ".dequantizing.dequantized": "dequantized plain_configurations",
         ".families": "",
         ".families.config": "read_config",
         ".families.ready": "TARGETS",

@@ -16,6 +16,7 @@ from mapping_expressions import evaluate
 from recording import recording
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import affine_pieces
 
@@ -426,3 +427,23 @@ def test_an_order_that_was_never_set_is_that_of_the_columns(tmp_path):
     named = {f"up.{name}": value for name, value in tensors.items()}
     box = Box((1, 20), (9, 50))
     assert_same_bits(evaluate(bound, named, box), values[box.slices])
+
+
+@pytest.mark.parametrize("format", ["hf", "orbax"])
+def test_conversion_to_a_plain_checkpoint(tmp_path, format):
+    tensors, values, config, norm = made("awq")
+    write(tmp_path / "quantised", tensors, config)
+    command = ["convert", tmp_path / "quantised", tmp_path / "plain", "--format", format]
+    assert main([*map(str, command), "--dequantize", "float32", "--quiet"]) == 0
+    if format == "hf":
+        stored = safetensors.numpy.load_file(tmp_path / "plain" / "model.safetensors")
+        assert_same_bits(stored["model.layers.0.up.weight"], values)
+        assert stored.keys() == {"model.layers.0.up.weight", *norm}
+        assert json.loads((tmp_path / "plain" / "config.json").read_text()) == {}
+    with pytest.raises(osl.InvalidArgumentError, match="no mapping"):
+        osl.convert(
+            tmp_path / "quantised",
+            tmp_path / "other",
+            mapping=osl.dequantized(tmp_path / "quantised"),
+            dequantize="float32",
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping as Dict
@@ -103,6 +104,21 @@ def dequantized(path: str | os.PathLike[str], *, dtype: Any = "bfloat16") -> Map
             else:
                 _check_plain(name, entries, settings)
         return _mapping(entries, weights)
+
+
+def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
+    """Return files of a checkpoint's folder without what they say of quantised weights."""
+    plain = dict(files)
+    for file, keys in _CONFIGS:
+        try:
+            config = json.loads(plain.get(file, b""))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(config, dict) and not config.keys().isdisjoint(keys):
+            config = {key: value for key, value in config.items() if key not in keys}
+            plain[file] = json.dumps(config, indent=2).encode() + b"\n"
+    plain.pop(_CONFIGS[1][0], None)
+    return plain
 
 
 def _settings(catalog: Catalog) -> Dict[str, Any]:
