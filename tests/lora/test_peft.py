@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.lora import peft_folder
 from orbax_safetensors_layout.mapping import fingerprint
 
 PREFIX = "base_model.model."
@@ -346,3 +347,90 @@ def test_a_merged_mapping_does_not_save(tmp_path):
     mapping = osl.peft.merge(None, adapter(tmp_path / "lora", low_rank(Q, 6, 4)), base=base)
     with pytest.raises(osl.MappingError, match="does not invert"):
         osl.save(tmp_path / "out", osl.load(base, mapping=mapping), mapping=mapping)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4"])
+def test_the_plain_name_of_a_quantised_weight_counts(tmp_path, scheme):
+    """Packed ones of GPT-OSS have their outputs first, unlike its plain ones, also where square."""
+    rng, rank, module = np.random.default_rng(3), 2, "model.layers.0.mlp.experts"
+    if scheme == "mxfp4":
+        weights = {
+            f"{module}.gate_up_proj_blocks": rng.integers(0, 256, (3, 64, 2, 16), dtype=np.uint8),
+            f"{module}.gate_up_proj_scales": rng.integers(120, 130, (3, 64, 2), dtype=np.uint8),
+        }
+        lora = low_rank(module, 64, 64, rank=rank * 3)
+        delta = experts_change(lora, module, 3, 1.5, "eoi")
+        expr = osl.dequantize_mxfp4(*map(osl.tensor, weights), dtype="float32")
+    else:
+        weights = {
+            f"{Q}.weight_packed": rng.integers(-(2**31), 2**31, (8, 8), dtype=np.int32),
+            f"{Q}.weight_scale": random(8, 2),
+        }
+        lora = low_rank(Q, 8, 64)
+        delta = change(lora, Q, 1.5)
+        expr = osl.dequantize_int4(*map(osl.tensor, weights), dtype="float32")
+    base = base_of(tmp_path / "base", weights)
+    mapping = osl.Mapping([osl.rule("w", expr.transpose())])
+    path = adapter(tmp_path / "lora", lora, target_parameters=["mlp.experts.gate_up_proj"])
+    merged = osl.load(base, mapping=osl.peft.merge(mapping, path))["w"]
+    decoded = osl.load(base, mapping=mapping)["w"]
+    np.testing.assert_allclose(merged, plus(decoded, delta.transpose()), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext"])
+def test_ready_mappings_take_adapters(tmp_path, target):
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16,
+        "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    weights = {"model.embed_tokens.weight": random(16, 8), "model.norm.weight": random(8)}
+    weights["lm_head.weight"] = random(16, 8, seed=4)
+    shapes = {"self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8),
+              "self_attn.o_proj": (8, 8), "mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8),
+              "mlp.down_proj": (8, 12), "input_layernorm": (8,),
+              "post_attention_layernorm": (8,)}  # fmt: skip
+    for i in range(2):
+        for n, (name, shape) in enumerate(shapes.items()):
+            weights[f"model.layers.{i}.{name}.weight"] = random(*shape, seed=10 * i + n)
+    modules = ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"]
+    lora = low_rank(modules[0], 8, 12) | low_rank(modules[1], 8, 8, seed=6)
+    mapping = osl.families.mapping(config, target=target)
+    merged = osl.peft.merge(mapping, adapter(tmp_path / "lora", lora))
+    loaded = osl.load(base_of(tmp_path / "base", weights), mapping=merged)
+    for module in modules:
+        name = f"{module}.weight"
+        weights[name] = plus(weights[name], change(lora, module, 1.5))
+    expected = osl.load(base_of(tmp_path / "merged", weights), mapping=mapping)
+    assert loaded.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(loaded[name], value)
+
+
+def test_a_conversion_takes_a_merged_mapping(tmp_path):
+    weight, lora = random(64, 32), low_rank(Q, 64, 32)
+    base = base_of(tmp_path / "base", {f"{Q}.weight": weight})
+    mapping = osl.peft.merge(None, adapter(tmp_path / "lora", lora), base=base)
+    osl.convert(base, tmp_path / "out", format="hf", mapping=mapping)
+    merged = osl.load(tmp_path / "out")[f"{Q}.weight"]
+    assert_same_bits(merged, plus(weight, change(lora, Q, 1.5)))
+
+
+def test_an_adapter_of_any_size_takes_bounded_memory(tmp_path, monkeypatch):
+    """Tensors beyond the bound are read again, and not kept."""
+    reads = []
+    monkeypatch.setattr(peft_folder, "_KEPT_BYTES", 3 * 4096)
+    read = peft_folder.read_range
+    monkeypatch.setattr(
+        peft_folder, "read_range", lambda *place: reads.append(place[3]) or read(*place)
+    )
+    layers = [f"model.layers.{i}.q_proj" for i in range(6)]
+    lora = {k: v for name in layers for k, v in low_rank(name, 512, 512).items()}
+    weights = {f"{name}.weight": random(512, 512) for name in layers}
+    base = base_of(tmp_path / "base", weights)
+    mapping = osl.peft.merge(None, adapter(tmp_path / "lora", lora), base=base)
+    (overlay,) = {rule.expr.overlay for rule in mapping.rules}
+    reads.clear()
+    for _ in range(2):
+        osl.load(base, mapping=mapping)
+        assert sum(value.nbytes for value in overlay._kept.values()) <= 3 * 4096
+    assert len(reads) >= 2 * (12 - 3)
