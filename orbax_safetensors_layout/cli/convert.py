@@ -152,7 +152,7 @@ CONVERT = Command(
         "convert Llama-3.1-8B maxtext --mapping llama:maxtext --mesh fsdp=64 --dtype bfloat16",
         "convert runs/a exported --step 1000 --subtree params --mapping llama:maxtext"
         " --config Llama-3.1-8B",
-        "convert Kimi-K2-Thinking kimi-bf16 --format hf --dequantize bfloat16",
+        "convert DeepSeek-V3 plain --format hf --dequantize bfloat16",
         "convert llama-orbax llama-pieces --format sharded --mesh fsdp=64,tensor=4 --hosts 64",
     ),
     add_arguments=_add_arguments,
