@@ -160,12 +160,29 @@ def test_every_module_is_on_a_floor():
     assert {part(module) for module in HOUSE} == set(FLOOR_OF)
 
 
+def lines_of(module: str) -> int:
+    return len(MODULES[module].read_text().splitlines())
+
+
+def house_table() -> Iterator[str]:
+    """Yields a line for each room and module at the top, by floor, and one for the package."""
+    yield "floor  room           modules   lines  longest module"
+    for number, floor in enumerate(FLOORS, 1):
+        for room in sorted(floor):
+            sizes = {module: lines_of(module) for module in HOUSE if part(module) == room}
+            longest = max(sizes, key=sizes.__getitem__)
+            yield (
+                f"{number:>5}  {room:<14} {len(sizes):>7} {sum(sizes.values()):>7,}"
+                f"  {longest} ({sizes[longest]:,})"
+            )
+    yield f"{'':>5}  {'package':<14} {len(MODULES):>7} {sum(map(lines_of, MODULES)):>7,}"
+
+
 def test_the_house_is_small_enough_to_be_known(capsys):
     rooms = {module for module in HOUSE if is_room(module)}
     at_the_top = {module for module in MODULES if "." not in module} - rooms
     with capsys.disabled():
-        print("", *(f"{n:>3}  {'  '.join(sorted(floor))}" for n, floor in enumerate(FLOORS, 1)),
-              sep="\n")  # fmt: skip
+        print("", *house_table(), sep="\n")
     assert len(rooms) <= MOST_ROOMS
     assert len(at_the_top) <= MOST_MODULES_AT_THE_TOP
     assert len(FLOORS) <= MOST_FLOORS
@@ -181,7 +198,7 @@ def test_few_modules_are_small_and_have_one_user():
         module
         for module in HOUSE
         if MODULES[module].name != "__init__.py"
-        and len(MODULES[module].read_text().splitlines()) < SMALL_LINES
+        and lines_of(module) < SMALL_LINES
         and len(users.get(module, ())) <= 1
     ]
     assert len(small) <= MOST_SMALL_MODULES, small
