@@ -89,7 +89,7 @@ def measure_long(checkout: Path, folder: Path) -> Iterator[tuple[str, Seconds]]:
     target.mkdir(exist_ok=True)
     command = (str(HERE / "convert.py"), str(target), "--gigabytes", "2", "--every", "8")
     output, (_, cpu) = run(checkout, *command)
-    for name, seconds in re.findall(r"^(.+?): (\d+) s,", output, re.MULTILINE):
+    for name, seconds in re.findall(r"^(.+?): ([\d.]+) s,", output, re.MULTILINE):
         yield f"convert {name}", (float(seconds), cpu)
 
 
@@ -109,7 +109,7 @@ def main() -> None:
         for side, checkout in checkouts.items():
             for name, seconds in measure(checkout, options.dir):
                 times[name][side].append(seconds)
-            if number < 2:
+            if number < 3:
                 for name, seconds in measure_long(checkout, options.dir):
                     times[name][side].append(seconds)
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)

@@ -213,7 +213,7 @@ def main() -> None:
         ):
             seconds, peak = limited.run(*verb, *command)
             print(
-                f"{Path(command[0]).name} -> {Path(command[1]).name}: {seconds:.0f} s,"
+                f"{Path(command[0]).name} -> {Path(command[1]).name}: {seconds:.1f} s,"
                 f" {nbytes / seconds / 1e9:.2f} GB/s with the comparison,"
                 f" at most {peak / 1e9:.2f} GB resident",
                 flush=True,
