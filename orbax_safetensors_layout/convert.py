@@ -1,4 +1,4 @@
-"""A checkpoint of any kind made into one of any other, streaming, top to bottom. Start here."""
+"""The conversion pipeline: open the source, plan the target, stream groups, commit. Start here."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def redact_urls(text: str) -> str:
     >>> redact_urls("GET https://me:pw@host/model?X-Amz-Signature=abc: 403")
     'GET https://host/model 403'
     """
-    return _URL.sub(lambda found: found["scheme"] + found["rest"], text)
+    return _URL.sub(lambda match: match["scheme"] + match["rest"], text)
 
 
 def redact(text: str) -> str:
@@ -239,7 +239,7 @@ def redact(text: str) -> str:
     'Authorization: Bearer *** with url: /model'
     """
     text = _QUERY.sub("", redact_urls(text))
-    return _SECRET.sub(lambda found: found["name"] + "***", text)
+    return _SECRET.sub(lambda match: match["name"] + "***", text)
 
 
 _PUBLIC_HEADERS = frozenset(["accept", "accept-encoding", "range", "user-agent"])

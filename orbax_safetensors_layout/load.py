@@ -273,7 +273,7 @@ def _plan(
 ) -> _PlannedLoad:
     """Plans what a process reads from `storage`; `devices` refuses shardings without devices.
 
-    `processes` are those that exchange what several need.
+    `processes` are the indices of those that exchange the tensors that several of them hold.
     """
     tree = _abstract_tree(catalog, abstract, only, mapping, devices=devices)
     strict = options.strict and only is None  # what `only` leaves out is not unexpected
@@ -289,7 +289,7 @@ def _plan(
     )
     plans = [
         dataclasses.replace(
-            # Between what is exchanged lies what others read.
+            # The gaps between exchanged regions are read by other processes.
             reader.plan(
                 step.reads, joins_gaps=not step.stage and options.replicated != "read_once"
             ),
@@ -351,8 +351,8 @@ def _read(
             exchange.finish()
     built = values.values()
     given = zip(tree.leaves, tree.parsed, strict=True)
-    leaf_values = [leaf if abstract is None else next(built) for leaf, abstract in given]
-    return tree.build(leaf_values), ReadStats(*map(sum, zip(*done, strict=True)))
+    built_leaves = [leaf if abstract is None else next(built) for leaf, abstract in given]
+    return tree.build(built_leaves), ReadStats(*map(sum, zip(*done, strict=True)))
 
 
 def _explicit_transfer() -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Blocking work off the event loop, with the caller's context."""
+"""Runs blocking work off the event loop, with the caller's context."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from orbax_safetensors_layout.plan import (
     ClusterPlan,
     ClusterTensor,
     Cost,
-    Exchange,
+    ExchangePolicy,
     HostRate,
     LeafCost,
     PlannedShares,
@@ -192,7 +192,7 @@ def _plan_cluster(
         mesh,
         profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
-        exchange=None if options.replicated == "each" else Exchange.of(options, kind, ""),
+        exchange=None if options.replicated == "each" else ExchangePolicy.of(options, kind, ""),
         joins_gaps=joins_gaps and options.replicated != "read_once",
     )
 

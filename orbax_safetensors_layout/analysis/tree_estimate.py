@@ -1,4 +1,4 @@
-"""Plans the load of any abstract tree; of many processes some, at even distances."""
+"""Plans the load of any abstract tree, for some of many processes, at even distances."""
 
 from __future__ import annotations
 

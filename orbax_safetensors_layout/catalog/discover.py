@@ -114,10 +114,10 @@ def resolve_checkpoint(
             text = _step_folder(storage, text, step)
         elif item is None and ("://" in text or storage.is_file(text)):
             return CheckpointRef(text, is_orbax=False, item=None)
-        found = _find_tree(storage, text, item, is_step=step is not None)
-        if found is None:
+        ref = _find_tree(storage, text, item, is_step=step is not None)
+        if ref is None:
             raise _not_found(storage, text, item)
-        return found
+        return ref
 
 
 def _step_folder(storage: Storage, path: str, step: int) -> str:

@@ -228,13 +228,13 @@ class PieceCatalog:
         )
 
     def _absent(self, name: str, piece: _Piece) -> InvalidManifestError:
-        file, found = self._files[piece.file], "none"
+        file, held = self._files[piece.file], "none"
 
         def look(_: str, header: Header) -> None:
-            nonlocal found
+            nonlocal held
             entry = header.tensors.get(_name(name, piece))
             if entry is not None:
-                found = f"{entry.dtype.code} {list(entry.shape)}"
+                held = f"{entry.dtype.code} {list(entry.shape)}"
 
         self._visit([file], look)
         return InvalidManifestError(
@@ -242,7 +242,7 @@ class PieceCatalog:
             file=file,
             tensor=_name(name, piece),
             expected=f"{self.stored.tensors[name].dtype} {list(piece.shape)}",
-            found=found,
+            found=held,
             hint=_MIXED,
         )
 

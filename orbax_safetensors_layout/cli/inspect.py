@@ -55,7 +55,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         return 0
     rows = _by_file(report) if parsed.files else _by_tensor(report, every=parsed.all)
     totals = report.by_dtype() | {"all": report.total}
-    sums = [[code, *_cells(total)] for code, total in totals.items()]
+    sums = [[code, *_sums(total)] for code, total in totals.items()]
     footer = table(["dtype", "tensors", "parameters", "bytes"], sums)
     output.result("\n".join([*_head(report), "", rows, "", footer]))
     return 0
@@ -99,7 +99,7 @@ def _by_tensor(report: Inspection, *, every: bool) -> str:
         else:
             pieces = f" ({first.pieces} pieces)" if first.pieces > 1 else ""
             where = (first.files[0] if len(files) == 1 else f"{len(files)} files") + pieces
-        rows.append([name, first.dtype, str(list(first.shape)), where, *_cells(Total.of(tensors))])
+        rows.append([name, first.dtype, str(list(first.shape)), where, *_sums(Total.of(tensors))])
     header = ["tensor", "dtype", "shape", "file", "tensors", "parameters", "bytes"]
     return table(header, rows, left=4)
 
@@ -110,12 +110,12 @@ def _by_file(report: Inspection) -> str:
         tensors[tensor.files[0]].append(tensor)
     rows = []
     for file, size in report.files.items():
-        counts = _cells(Total.of(tensors[file]))[:2] if report.layout == "hf" else ["-", "-"]
+        counts = _sums(Total.of(tensors[file]))[:2] if report.layout == "hf" else ["-", "-"]
         rows.append([file, size_text(size), *counts])
     return table(["file", "size", "tensors", "parameters"], rows)
 
 
-def _cells(total: Total) -> list[str]:
+def _sums(total: Total) -> list[str]:
     return [f"{total.tensors:,}", count_text(total.parameters), size_text(total.nbytes)]
 
 

@@ -1,4 +1,4 @@
-"""From the process's arguments to an exit code."""
+"""Runs a command: the arguments of the process in, an exit code out."""
 
 from __future__ import annotations
 

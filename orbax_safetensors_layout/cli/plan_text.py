@@ -98,7 +98,7 @@ def _head(estimate: ClusterEstimate) -> str:
         )
     if not estimate.is_complete:
         lines.append(
-            f"planned  {len(estimate.processes)} of {mesh.processes:,} hosts, evenly spread;"
+            f"planned  {len(estimate.processes)} of {mesh.processes:,} hosts, at even distances;"
             " figures of all hosts are scaled up from them"
         )
     return "\n".join(lines)

@@ -33,9 +33,16 @@ class WrittenGroup(NamedTuple):
 class Journal:
     """Lines of JSON in one file for each process: what is converted, then a line for each group.
 
-    `source`, `arguments` and `groups` are digests of what is read, what is made of it, and of the
-    groups; `block_bytes` is what is read at once, which decides what the groups are. `identity` is
-    equal for conversions of the same in any groups, `digest` for those in the same groups.
+    Args:
+        folder: The conversion's own folder, beside the target.
+        source: Digest of the source's content.
+        arguments: Digest of the arguments, the target's description among them.
+        block_bytes: Bytes read at once; the groups depend on it.
+        groups: Digest of the groups.
+
+    Attributes:
+        identity: Equal for conversions of the same source with the same arguments.
+        digest: Equal for those that also have the same groups.
     """
 
     def __init__(
@@ -52,12 +59,12 @@ class Journal:
     @staticmethod
     def block_bytes(folder: str) -> int | None:
         """Return what the conversion reads at once whose journal is there; None without one."""
-        return next((head.get("block_bytes") for head, _ in _recorded(folder)), None)
+        return next((head.get("block_bytes") for head, _ in _journal_lines(folder)), None)
 
     def read(self) -> dict[int, WrittenGroup]:
         """Return the groups that are written, by their numbers."""
         done: dict[int, WrittenGroup] = {}
-        for head, groups in _recorded(self._folder):
+        for head, groups in _journal_lines(self._folder):
             for key, difference in _DIFFERENCES.items():
                 if head.get(key) != self._head[key]:
                     raise SafetensorsLayoutError(
@@ -96,7 +103,7 @@ class Journal:
         os.close(self._fd)
 
 
-def _recorded(folder: str) -> Iterator[tuple[dict[str, Any], dict[int, WrittenGroup]]]:
+def _journal_lines(folder: str) -> Iterator[tuple[dict[str, Any], dict[int, WrittenGroup]]]:
     """Yields what is converted, and the groups that are written, of each file with a line."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else ()
     for name in (n for n in names if n.startswith(_PREFIX) and n.endswith(_SUFFIX)):

@@ -1,4 +1,4 @@
-"""A conversion from its groups to the committed folder, on one of several processes.
+"""Runs a conversion on one of several processes, from its groups to the committed folder.
 
 1. The processes agree on what is converted; one prepares the conversion's own folder.
 2. Groups that the journal does not have are read, written and recorded, each by one process.

@@ -108,7 +108,7 @@ class Tile(NamedTuple):
         rows = max(1, most // row // step) * step
         numbers = np.array(self.members).reshape(self.grid)
         for outer in itertools.product(*map(range, shape[:axis])):
-            cells = tuple(i // n for i, n in zip(outer, member, strict=False))
+            outer_cell = tuple(i // n for i, n in zip(outer, member, strict=False))
             for cell in range(self.grid[axis]):
                 for low in range(0, member[axis], rows):
                     first = cell * member[axis] + low
@@ -118,7 +118,7 @@ class Tile(NamedTuple):
                     yield Tile(
                         Box(self._offset(start), self._offset(stop)),
                         (*[1] * (axis + 1), *self.grid[axis + 1 :]),
-                        tuple(numbers[(*cells, cell)].ravel().tolist()),
+                        tuple(numbers[(*outer_cell, cell)].ravel().tolist()),
                     )
 
     def _permuted(self, axes: Sequence[int]) -> Tile:
@@ -127,7 +127,7 @@ class Tile(NamedTuple):
         members = np.array(self.members).reshape(self.grid).transpose(axes)
         return Tile(box, members.shape, tuple(members.ravel().tolist()))
 
-    def cells(self) -> Iterator[Box]:
+    def member_boxes(self) -> Iterator[Box]:
         """Return the region of each member within the tile."""
         shape = self.member_shape
         for cell in itertools.product(*map(range, self.grid)):

@@ -57,7 +57,7 @@ class Mapping:
             and `{0..15}`.
         strict: Refuse tensors that are neither used nor ignored.
         unsaved: Patterns of tensors that checkpoints of the model have, and no leaf holds.
-            Saving is then refused, unless `like` is told to leave them out.
+            Saving is then refused, unless `like` leaves them out.
         buffers: Patterns of tensors that programs compute by themselves. They are ignored too, and
             what is saved may lack them.
 

@@ -120,7 +120,7 @@ class StoredSource(NamedTuple):
         for box in plan.read.local.boxes:
             yield plan.read.name, box
 
-    def located(self, plan: LeafPlan, pieces: LocatedPieces) -> LeafPlan:
+    def resolve_pieces(self, plan: LeafPlan, pieces: LocatedPieces) -> LeafPlan:
         """Return a plan with the pieces that its regions are made of."""
         assert plan.read is not None
         sources, pattern = pieces.of_boxes(plan.read.name, plan.read.local.boxes)
@@ -185,14 +185,14 @@ class MappedSource(NamedTuple):
             itemsize, strides = self.dtype.itemsize, row_major_strides(self.shape)
             return tuple(n * itemsize for n in strides) if self.bound.sources() else None
         bits = self.tensors[first.source].dtype.bits
-        found = []
+        apart = []
         for axis, (low, high, length) in enumerate(zip(*box, self.shape, strict=True)):
             steps = max(high - low - 1, min(1, length - 1))  # to its end, or its neighbour
             start = min(low, length - 1 - steps)
             distance = self._distance(box.along(axis, start, start + steps + 1), axis)
             far = math.isinf(distance)
-            found.append(sys.maxsize if far else -(-int(distance) * bits // (8 * max(1, steps))))
-        return tuple(found)
+            apart.append(sys.maxsize if far else -(-int(distance) * bits // (8 * max(1, steps))))
+        return tuple(apart)
 
     def joint_axes(self, box: Box, strides: Sequence[int]) -> tuple[int, ...]:
         """Return the dimensions of a box that are read as a whole, whatever part is needed.
@@ -243,19 +243,19 @@ class MappedSource(NamedTuple):
                 if source.entry.name in self.tensors.places:
                     yield self.tensors.places[source.entry.name]
 
-    def located(self, plan: LeafPlan, pieces: LocatedPieces) -> LeafPlan:
+    def resolve_pieces(self, plan: LeafPlan, pieces: LocatedPieces) -> LeafPlan:
         """Return a plan with the places of its pieces."""
 
         def entry(of: TensorEntry) -> TensorEntry:
             place = self.tensors.places.get(of.name)
             return of if place is None else pieces.entry(*place)._replace(dtype=of.dtype)
 
-        def located(read: LeafRead) -> LeafRead:
+        def resolve(read: LeafRead) -> LeafRead:
             sources = tuple(source._replace(entry=entry(source.entry)) for source in read.sources)
             return read._replace(sources=sources)
 
-        read = None if plan.read is None else located(plan.read)
-        blocks = [b._replace(inputs=tuple(map(located, b.inputs))) for b in plan.blocks]
+        read = None if plan.read is None else resolve(plan.read)
+        blocks = [b._replace(inputs=tuple(map(resolve, b.inputs))) for b in plan.blocks]
         return plan._replace(read=read, blocks=tuple(blocks))
 
     def _parts(self, joined: Tile, most_bytes: int) -> Iterator[Tile]:

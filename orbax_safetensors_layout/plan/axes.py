@@ -42,7 +42,7 @@ class TileLayout:
         slot_bytes = -(-member_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         return cls(
             tile=tile,
-            regions=tuple(tile.cells() if regions is None else regions),
+            regions=tuple(tile.member_boxes() if regions is None else regions),
             shared=shared,
             is_scratch=is_scratch,
             itemsize=itemsize,
@@ -98,14 +98,14 @@ class Axis(NamedTuple):
         low, high = low + self.phase, high + self.phase
         while low < high:
             inside = low % self.member
-            cells = (high - low) // self.member
-            if inside or not cells:
+            members = (high - low) // self.member
+            if inside or not members:
                 count = min(self.member - inside, high - low)
                 yield low - self.phase, 1, count
                 low += count
             else:
-                yield low - self.phase, cells, self.member
-                low += cells * self.member
+                yield low - self.phase, members, self.member
+                low += members * self.member
 
 
 def axes_of(

@@ -28,7 +28,7 @@ from orbax_safetensors_layout.sharding import GlobalShards, MeshShape, Partition
 from .cluster_exchange import plan_cluster_exchange
 from .coalesce import Request, SmallRequest, requests_of
 from .cost import Cost, LeafCost
-from .exchange_plan import Exchange
+from .exchange_plan import ExchangePolicy
 from .leaf_reads import LeafRead
 from .planner import RegionPlanner
 from .reads import held_bytes, staging_bytes
@@ -108,7 +108,7 @@ class ClusterPlan:
         return alone + self.exchange_costs[process] if self.exchange_costs else alone
 
     def holders(self, tensor_class: TensorClass) -> tuple[Ints, int]:
-        """Return the processes that hold tensors of a class, as in `costs`, and how many it are."""
+        """Return the processes that hold tensors of a class, as in `costs`, and their number."""
         of_costs = tensor_class.processes
         return of_costs, int(np.isin(self.distinct, of_costs).sum())
 
@@ -134,7 +134,7 @@ def plan_cluster(
     *,
     profile: StorageProfile,
     memory_budget_bytes: int,
-    exchange: Exchange | None = None,
+    exchange: ExchangePolicy | None = None,
     joins_gaps: bool = True,
 ) -> ClusterPlan:
     """Plan the reads of all processes, for devices with memory of their own.
@@ -310,7 +310,7 @@ class _Groups:
         end = start + small.length
         gap, span = start - self._end[rows], end - self._first[rows]
         limit = np.minimum(self._limit[rows], small.limit)
-        join = small.joins(gap, span, limit, self._buffers[rows], self._max_gap_bytes)
+        join = small.may_join(gap, span, limit, self._buffers[rows], self._max_gap_bytes)
         join &= self._shared[rows] == shared
         joined = gap + small.length + self._more_bytes[rows]
         self.read[rows] += np.where(join, joined, alone.read_bytes)

@@ -13,7 +13,7 @@ from orbax_safetensors_layout.sharding import Replicas
 
 from .array_source import StoredSource
 from .cost import Cost
-from .exchange_plan import Exchange, plan_exchange
+from .exchange_plan import ExchangePolicy, plan_exchange
 from .shared_leaves import SharedLeaves
 
 
@@ -21,7 +21,7 @@ def plan_cluster_exchange(
     entries: Sequence[TensorEntry],
     class_of: Sequence[int],
     replicas: Sequence[Replicas],
-    exchange: Exchange,
+    exchange: ExchangePolicy,
     holders: Sequence[npt.NDArray[np.bool_]],
     request_bytes: int,
 ) -> tuple[set[int], tuple[Cost, ...]]:

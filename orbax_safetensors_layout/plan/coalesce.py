@@ -130,7 +130,7 @@ def coalesced(
         if not (
             pending
             and request.regions[0].layout.shared == pending[0].regions[0].layout.shared
-            and small.joins(start - end, stop - first, most, buffers, max_gap_bytes)
+            and small.may_join(start - end, stop - first, most, buffers, max_gap_bytes)
         ):
             if pending:
                 yield RequestGroup(file, tuple(pending))
@@ -161,7 +161,7 @@ class SmallRequest(NamedTuple):
             return cls(length, profile.staging_bytes, 2)
         return cls(length, profile.request_bytes, 1 + read.spans.count)
 
-    def joins(self, gap: Any, span: Any, limit: Any, buffers: Any, max_gap_bytes: int) -> Any:
+    def may_join(self, gap: Any, span: Any, limit: Any, buffers: Any, max_gap_bytes: int) -> Any:
         """Whether it joins a group, which then has `span` bytes; for numbers, or arrays of them."""
         within = (gap >= 0) & (gap <= max_gap_bytes) & (span <= limit)
         return within & (buffers + self.buffers <= _MAX_GROUP_BUFFERS)

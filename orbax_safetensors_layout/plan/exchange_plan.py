@@ -117,8 +117,8 @@ class ExchangeRates(NamedTuple):
         return _Comparison(alone, once, alone_bytes, once_bytes)
 
 
-class Exchange(NamedTuple):
-    """How processes exchange what several need."""
+class ExchangePolicy(NamedTuple):
+    """Decides what of the tensors that several processes need is read once and exchanged."""
 
     limits: ExchangeLimits
     rates: ExchangeRates | None  # without them all that can be is exchanged

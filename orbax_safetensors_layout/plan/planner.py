@@ -67,10 +67,10 @@ class RegionPlanner:
         stops = np.array([source.box.stop for source in leaf.sources])
         for layout in self._layouts_of(leaf):
             box = layout.tile.box
-            meet = (starts < box.stop).all(-1) & (stops > box.start).all(-1)
+            overlaps = (starts < box.stop).all(-1) & (stops > box.start).all(-1)
             places = [
                 (index, *place)
-                for index in np.flatnonzero(meet).tolist()
+                for index in np.flatnonzero(overlaps).tolist()
                 for place in self._overlaps(leaf.sources[index], layout)
             ]
             for place in places:
@@ -156,7 +156,7 @@ class RegionPlanner:
 
 
 def _overlap_geometry(source: TensorPiece, layout: TileLayout) -> tuple[int, int, Geometry]:
-    """Return where a piece and a tile meet: as `_RegionPlace`, with the geometry for the read."""
+    """Return where a piece and a tile overlap, as `_RegionPlace`, with the read's geometry."""
     entry, piece, view, _ = source
     box = layout.tile.box
     first, at = view.offset, 0

@@ -107,10 +107,10 @@ def _plan_regions(regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> l
         plans.append(plan)
         if source.catalog is not None:
             needs.setdefault(source.catalog, []).extend(source.needs(plan))
-    located = {catalog: LocatedPieces(catalog, boxes) for catalog, boxes in needs.items()}
+    pieces = {catalog: LocatedPieces(catalog, boxes) for catalog, boxes in needs.items()}
     return [
         plan
         if (catalog := region.source.catalog) is None
-        else region.source.located(plan, located[catalog])
+        else region.source.resolve_pieces(plan, pieces[catalog])
         for region, plan in zip(regions, plans, strict=True)
     ]

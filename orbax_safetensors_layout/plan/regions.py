@@ -152,8 +152,8 @@ def _even(axis: Axis, most: int) -> int:
         return axis.whole
     if most < axis.member:
         return -(-axis.member // -(-axis.member // most))
-    cells = axis.whole // axis.member
-    return -(-cells // -(-cells // (most // axis.member))) * axis.member
+    members = axis.whole // axis.member
+    return -(-members // -(-members // (most // axis.member))) * axis.member
 
 
 def _padding(

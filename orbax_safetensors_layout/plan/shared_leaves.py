@@ -19,7 +19,7 @@ import numpy as np
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
 
-from .exchange_plan import Exchange, rank_of
+from .exchange_plan import ExchangePolicy, rank_of
 from .exchange_rounds import SharedLeaf
 
 
@@ -35,7 +35,7 @@ class _Merged(NamedTuple):
 class SharedLeaves:
     """The leaves of a load that an exchange may take; with `merges` also columns."""
 
-    def __init__(self, exchange: Exchange, *, merges: bool) -> None:
+    def __init__(self, exchange: ExchangePolicy, *, merges: bool) -> None:
         self._exchange = exchange
         self._merges = merges
         self._leaves: list[SharedLeaf] = []

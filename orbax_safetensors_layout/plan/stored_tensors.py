@@ -62,8 +62,8 @@ class LocatedPieces:
             parts = [(box, AffineView.row_major(box.shape)) for box, _ in pieces]
             self._patterns[key] = PiecePattern(tuple(parts))
         pattern = self._patterns[key]
-        located = zip(pieces, pattern.parts, strict=True)
-        return tuple(TensorPiece(entry, *part) for (_, entry), part in located), pattern
+        placed = zip(pieces, pattern.parts, strict=True)
+        return tuple(TensorPiece(entry, *part) for (_, entry), part in placed), pattern
 
 
 def named_pieces(boxes: Mapping[str, Iterable[Box]]) -> dict[str, list[tuple[Box, str]]]:

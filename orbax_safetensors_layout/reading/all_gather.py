@@ -1,4 +1,4 @@
-"""Values that one process read, spread to all that hold them: one program among devices a round.
+"""Gathers values that one process read to all that hold them: a round is one program of devices.
 
 A program moves bits, as unsigned integers; XLA sees no float that it might canonicalise. There are
 at most two programs for the large leaves of one box shape, dtype and grid of devices, and one for

@@ -157,7 +157,7 @@ class _Materializer:
 
         boxes = self._boxes.setdefault(number, {})
         places: list[tuple[Box, np.ndarray]] = []
-        for member, part in zip(block.tile.members, block.tile.cells(), strict=True):
+        for member, part in zip(block.tile.members, block.tile.member_boxes(), strict=True):
             whole = region.local.boxes[member]
             if member not in boxes:
                 memory = allocate(whole.size * region.dtype.itemsize)

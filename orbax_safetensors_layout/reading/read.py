@@ -280,7 +280,7 @@ class PlanReader:
         return functools.partial(self._complete, region)
 
     def _open(self, number: int, member: int, part: Box) -> np.ndarray:
-        """Where a part of a box goes, in the memory of the array."""
+        """The place of a part of a box in the memory of the array."""
         values = self._boxes.get((number, member))
         if values is None:
             values = self._boxes[number, member] = self._filled(number, member)

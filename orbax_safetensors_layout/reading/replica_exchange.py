@@ -1,4 +1,4 @@
-"""Reads once what several processes hold: who reads what, and how the others get it."""
+"""Reads once what several processes hold: the steps of a load, and the exchange after each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orbax_safetensors_layout.errors import PeerError, redact_urls
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan import (
-    Exchange,
+    ExchangePolicy,
     Fragment,
     Item,
     RegionReads,
@@ -147,7 +147,7 @@ def _stages(
 ) -> list[Stage]:
     placements = [leaf.abstract.placement for leaf in leaves]
     platform = min({_platform(p) for p in placements if p is not None}, default="")
-    exchange = Exchange.of(options, catalog.storage.kind, platform, shards.processes_per_host)
+    exchange = ExchangePolicy.of(options, catalog.storage.kind, platform, shards.processes_per_host)
     stored_bytes = sum(leaf.region.source.stored_bytes for leaf in leaves)
     if not exchange.may_gain(stored_bytes, shards.process_count):
         return []
@@ -218,7 +218,7 @@ def fingerprint_of(
 
     nbytes = 0
     for step in steps:
-        add(len(step.stage))  # after each all meet
+        add(len(step.stage))  # after each all processes wait for each other
         for grid, lanes, *kind in step.stage:
             add((number(grid), kind))
             for lane in lanes:
@@ -264,7 +264,7 @@ class ReplicaExchange:
         )
 
     def begin(self, step: ExchangeStep) -> None:
-        """Begins a step: spreads what was taken in the one before, which all have read."""
+        """Begins a step: gathers what was taken in the one before, which all have read."""
         for round_, buffer in self._rounds:
             while len(self._in_flight) >= _MOST_IN_FLIGHT:
                 self._land()

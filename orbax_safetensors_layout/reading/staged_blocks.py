@@ -50,7 +50,7 @@ class Scratch(threading.local):
 
 
 class StagedRows(NamedTuple):
-    """How one request lies in a staging buffer."""
+    """The place of one request in a staging buffer."""
 
     number: int  # rows
     row_bytes: int  # bytes of each but the last
@@ -237,9 +237,9 @@ def _copies(
             (
                 (first - low) * stride,
                 axis.memory_offset(first) - axis.memory_offset(low),
-                ((count, stride, axis.within), (cells, axis.member * stride, axis.across)),
+                ((count, stride, axis.within), (members, axis.member * stride, axis.across)),
             )
-            for first, cells, count in axis.segments(low, high)
+            for first, members, count in axis.segments(low, high)
         ]
         for axis, (low, high), stride in dimensions
     ]

@@ -38,7 +38,7 @@ class BufferSlice(NamedTuple):
         return [np.ndarray(layout.member_shape, stored, data, slot) for slot in slots]
 
     def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where bytes `start` to `stop` of a direct region are in the memory, half-open."""
+        """Return half-open ranges of memory for bytes `start` to `stop` of a direct region."""
         at, spans = self.buffer.begin + self.region.at, self.region.read.spans
         assert spans is not None
         if not spans.levels:

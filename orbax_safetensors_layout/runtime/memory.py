@@ -85,8 +85,8 @@ class Staging:
         used_bytes = self._total_bytes - sum(memory.size for memory in idle) + nbytes
         self._most_used_bytes = max(self._most_used_bytes, used_bytes)
         most = nbytes + nbytes // _SPARE
-        found = next((i for i, memory in enumerate(idle) if nbytes <= memory.size <= most), None)
-        memory = idle.pop(found) if found is not None else None
+        index = next((i for i, memory in enumerate(idle) if nbytes <= memory.size <= most), None)
+        memory = idle.pop(index) if index is not None else None
         if memory is None:
             self._total_bytes += nbytes
             while idle and self._total_bytes > self._most_used_bytes:

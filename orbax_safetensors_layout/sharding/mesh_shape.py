@@ -125,8 +125,8 @@ class Partition(NamedTuple):
         return Replicas(tuple(self._boxes(range(count))), ReplicaGrid(of_boxes[0], of_boxes[1]))
 
     def _boxes(self, numbers: Ints | Sequence[int]) -> list[Box]:
-        cells = np.stack(np.unravel_index(numbers, self.grid or (1,)), 1)[:, : len(self.grid)]
-        return [self.box(cell) for cell in cells.tolist()]
+        indices = np.stack(np.unravel_index(numbers, self.grid or (1,)), 1)[:, : len(self.grid)]
+        return [self.box(cell) for cell in indices.tolist()]
 
     def box(self, cell: Sequence[int]) -> Box:
         start = tuple(number * extent for number, extent in zip(cell, self.shape, strict=True))

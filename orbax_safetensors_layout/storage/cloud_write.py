@@ -1,4 +1,4 @@
-"""Writing an object as a stream of parts, whatever the order in which its bytes come.
+"""Writes an object as a stream of parts, whatever the order in which its bytes come.
 
 An object store shows an object when its last part has come. What comes before its turn is held in
 memory, up to a bound, and beyond that in a temporary file: to make the writers of later bytes wait
@@ -109,7 +109,7 @@ class CloudFileWriter:
     def abort(self) -> None:
         if self._finished:
             return
-        # Before the lock: who holds it may wait for the upload, who waits for it shall not.
+        # Before the lock is taken: its holder may wait for the upload, which this ends.
         self._fail(StorageError("the upload was given up", file=self.file))
         self._join()
         with self._order:

@@ -1,4 +1,4 @@
-"""A finished folder takes its place: at once, or not at all."""
+"""Puts a finished folder in its place: at once, or not at all."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 class PinnedFolder:
     """A folder that stays the same one, with what is in it, wherever it is moved.
 
-    A checkpoint is replaced by another folder. A reader of the old one reads on in it, or is told
+    A checkpoint is replaced by another folder. A reader of the old one reads on in it, or fails
     when it is gone. Where two folders cannot be exchanged, it is found, for an instant or after a
     crash, at `folder_being_replaced`.
     """

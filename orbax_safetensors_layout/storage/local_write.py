@@ -1,4 +1,4 @@
-"""Writing files of this machine: preallocated, in place or under a temporary name until done."""
+"""Writes files of this machine: preallocated, in place or under a temporary name until done."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Files of a server that are read by ranges: what `hf://` and `https://` paths have in common.
 
-No file is fetched whole. What a kind of server is like, `_address`,
-`is_file` and `list` say.
+No file is fetched whole. A subclass for each kind of server has `_address`, `is_file` and `list`.
 """
 
 from __future__ import annotations

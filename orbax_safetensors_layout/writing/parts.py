@@ -30,7 +30,7 @@ _LONGEST_ROW_BYTES = 8 * _STAGING_BYTES  # longer ones are cut, and copied eleme
 
 
 class TileRows(NamedTuple):
-    """How a tile is cut into rows that can be staged."""
+    """A tile cut into rows that can be staged."""
 
     axis: int  # the last dimension that is unrolled; -1 for a 0-d tile
     elements: int  # of a row
@@ -174,23 +174,23 @@ def _copy_rows(
     if not all(extents):
         return
     target = out.reshape(last - first, *extents[axis + 1 :])
-    inner_cells = list(itertools.product(*map(range, grid[axis + 1 :])))
+    inner_indices = list(itertools.product(*map(range, grid[axis + 1 :])))
     row_shape = member[axis + 1 :]
     inner = [
-        tuple(slice(cell * n, (cell + 1) * n) for cell, n in zip(cells, row_shape, strict=True))
-        for cells in inner_cells
+        tuple(slice(i * n, (i + 1) * n) for i, n in zip(cell, row_shape, strict=True))
+        for cell in inner_indices
     ]
     unrolled = extents[: axis + 1]
     row = first
     while row < last:
         index = np.unravel_index(row, unrolled)
-        cells = tuple(int(i) // n for i, n in zip(index, member, strict=False))
+        outer_cell = tuple(int(i) // n for i, n in zip(index, member, strict=False))
         within = tuple(int(i) % n for i, n in zip(index, member, strict=False))
         count = min(last - row, member[axis] - within[-1])
         source = (*within[:-1], slice(within[-1], within[-1] + count))
-        for inner_cell, place in zip(inner_cells, inner, strict=True):
+        for inner_cell, place in zip(inner_indices, inner, strict=True):
             number = 0
-            for cell, n in zip((*cells, *inner_cell), grid, strict=True):
+            for cell, n in zip((*outer_cell, *inner_cell), grid, strict=True):
                 number = number * n + cell
             region = target[(slice(row - first, row - first + count), *place)]
             assign(region, members[number][source])

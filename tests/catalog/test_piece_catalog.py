@@ -47,8 +47,8 @@ def opened(process: int, boxes: dict[str, tuple[Box, ...]]) -> set[int]:
 
     catalog = PieceCatalog(STORED, FILES, visit, {})
     catalog.prefer(process)
-    located = catalog.find(boxes)
-    assert list(located) == list(boxes)
+    pieces = catalog.find(boxes)
+    assert list(pieces) == list(boxes)
     return {FILES.index(file) for file in files}
 
 

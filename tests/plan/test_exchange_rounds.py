@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.geometry import cover, row_major_strides
-from orbax_safetensors_layout.plan import Exchange, ExchangeLimits, SharedLeaf, plan_exchange
+from orbax_safetensors_layout.plan import ExchangeLimits, ExchangePolicy, SharedLeaf, plan_exchange
 from orbax_safetensors_layout.reading import ExchangeStep, fingerprint_of
 from orbax_safetensors_layout.sharding import ProcessShards
 
@@ -222,24 +222,24 @@ def test_plans_of_all_processes_read_the_checkpoint_once(tmp_path, spec, gaps):
 
 def test_processes_that_share_a_host_share_its_rates():
     options = osl.ReadOptions()
-    alone, shared = (Exchange.of(options, "local", "cpu", processes) for processes in (1, 8))
+    alone, shared = (ExchangePolicy.of(options, "local", "cpu", processes) for processes in (1, 8))
     assert shared.rates.storage.bytes_per_second == alone.rates.storage.bytes_per_second / 8
     one, eight = (exchange.rates.exchange.seconds(10**9, 3, 2) for exchange in (alone, shared))
     assert eight > 8 * one
     # 85 MB/s a stream, 32 streams; the network of a host carries little more.
-    stored = [Exchange.of(options, "gs", "tpu", processes).rates for processes in (1, 8)]
+    stored = [ExchangePolicy.of(options, "gs", "tpu", processes).rates for processes in (1, 8)]
     assert stored[1].storage.bytes_per_second < stored[0].storage.bytes_per_second / 4
     assert stored[1].exchange == stored[0].exchange
 
 
 def test_what_takes_no_longer_than_a_round_is_not_planned():
-    exchange = Exchange.of(
+    exchange = ExchangePolicy.of(
         osl.ReadOptions(bandwidth_bytes_per_second={"local": 1e6}), "local", "tpu"
     )
     seconds = exchange.rates.exchange.seconds(0, rounds=1, programs=1)
     assert not exchange.may_gain(int(seconds * 1e6) - 1, 2)
     assert exchange.may_gain(int(seconds * 1e6) + 1, 2)
-    assert Exchange.of(osl.ReadOptions(replicated="read_once"), "local", "tpu").may_gain(0, 2)
+    assert ExchangePolicy.of(osl.ReadOptions(replicated="read_once"), "local", "tpu").may_gain(0, 2)
 
 
 def test_columns_of_arrays_beyond_the_range_of_64_bits():

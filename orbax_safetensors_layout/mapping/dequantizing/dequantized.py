@@ -132,9 +132,9 @@ def _settings(catalog: Catalog) -> Dict[str, Any]:
         except CheckpointNotFoundError:
             continue
         for key in keys:
-            found = config.get(key)
-            if isinstance(found, dict) and found:
-                return found
+            settings = config.get(key)
+            if isinstance(settings, dict) and settings:
+                return settings
     return {}
 
 

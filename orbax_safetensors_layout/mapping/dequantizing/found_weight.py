@@ -27,9 +27,9 @@ class QuantizationSettings:
 
     def integer(self, *names: str) -> int | None:
         """Return a positive integer, of all groups of weights."""
-        found = [self.values.get(name) for name in names]
-        found += [group.get(name) for group in self._groups() for name in names]
-        kinds = {value for value in found if type(value) is int and value > 0}
+        given = [self.values.get(name) for name in names]
+        given += [group.get(name) for group in self._groups() for name in names]
+        kinds = {value for value in given if type(value) is int and value > 0}
         return kinds.pop() if len(kinds) == 1 else None
 
     def block(self) -> tuple[int, int]:
