@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch
 from family_models import make
 from flax import nnx
 
@@ -93,8 +94,6 @@ def model_config(module, name, config):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_the_real_model(tmp_path, name):
-    import torch
-
     where, kind, more = MODELS[name]
     module = importlib.import_module(f"tunix.models.{where}.model")
     folder, config, _, theirs = make(name, tmp_path, dtype="float32", **more)

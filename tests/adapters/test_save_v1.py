@@ -27,6 +27,8 @@ from checkpoints import assert_same_bits
 from jax.sharding import NamedSharding, PartitionSpec as P
 from limits import full_disk
 from meshes import mesh_of, place
+from orbax.checkpoint.experimental.v1._src.handlers import registration
+from orbax.checkpoint.experimental.v1._src.layout import registry, safetensors_layout
 from orbax_calls import installed as installing, installed_context, layout_context
 from programs import program_path
 from saving import Gate, opened, tensor_files
@@ -427,8 +429,6 @@ def test_install_twice_and_uninstall_once(tmp_path):
 
 
 def test_uninstall_leaves_what_others_put_there():
-    from orbax.checkpoint.experimental.v1._src.handlers import registration
-
     original = registration.resolve_handler_for_save
     osl.install()
     theirs = functools.partial(registration.resolve_handler_for_save)
@@ -497,9 +497,6 @@ def test_an_instance_keeps_what_it_was_made_with(tmp_path):
 
 
 def test_a_layout_that_would_not_take_effect_is_refused(monkeypatch):
-    from orbax.checkpoint.experimental.v1._src.handlers import registration
-    from orbax.checkpoint.experimental.v1._src.layout import registry, safetensors_layout
-
     async def builtin(*_: Any) -> Any:
         return safetensors_layout.SafetensorsLayout
 

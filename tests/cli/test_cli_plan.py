@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import numpy as np
 import pytest
 from checkpoints import llama_like, save
 from command_line import run
 from hypothesis import given, strategies as st
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from programs import run_alone, run_processes
 
 import orbax_safetensors_layout as osl
@@ -97,21 +99,15 @@ def test_eight_real_processes_read_what_was_planned(path, latency):
 
 
 def test_plan_agrees_with_plan_load(path):
-    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-
     grid = MeshShape({"fsdp": 2, "tensor": 8}, 4)
     rules = [ShardingRule.parse("'.*' = auto")]
     estimated = estimate(path, grid, rules)
     mesh = AbstractMesh((2, 8), ("fsdp", "tensor"))
-    import jax
-
     tree = {
         name: jax.ShapeDtypeStruct(
             t.shape,
             t.dtype,
-            sharding=NamedSharding(
-                mesh, PartitionSpec(*(part or None for part in auto_spec(t.shape, grid)))
-            ),
+            sharding=NamedSharding(mesh, P(*(part or None for part in auto_spec(t.shape, grid)))),
         )
         for name, t in osl.metadata(path).items()
     }
@@ -309,8 +305,6 @@ def test_what_a_mapping_reads_too_much_is_told(tmp_path, capsys):
 @pytest.mark.parametrize("replicated", ["each", "read_once"])
 def test_what_shards_of_the_mesh_would_save(path, tmp_path, capsys, replicated):
     """Against the plan of a load of shards that were saved."""
-    import jax
-    from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
     def spec(name):
         return P() if "norm" in name else P(None, "x")
@@ -357,9 +351,6 @@ def test_what_shards_of_the_mesh_would_save(path, tmp_path, capsys, replicated):
 
 @pytest.mark.parametrize("replicated", ["each", "read_once"])
 def test_gaps_are_joined_as_a_load_joins_them(tmp_path, replicated):
-    import jax
-    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
-
     tensors = {name: np.ones((64, 16), np.float32) for name in "abcd"}
     path = save(tmp_path, tensors)
     sharding = NamedSharding(AbstractMesh((4,), ("x",)), P("x"))

@@ -2,8 +2,10 @@
 
 import importlib.util
 
+import matplotlib
 import numpy as np
 import pytest
+from matplotlib import image
 from programs import REPOSITORY
 
 
@@ -26,9 +28,6 @@ def test_the_screens_are_what_is_printed(screens):
 
 
 def test_the_picture_is_what_is_drawn(screens, tmp_path):
-    import matplotlib
-    from matplotlib import image
-
     target = tmp_path / "reads.png"
     screens.draw(target)
     drawn, committed = (image.imread(path) for path in (target, screens.PICTURE))

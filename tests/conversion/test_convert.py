@@ -26,6 +26,7 @@ from meshes import mesh_of
 from orbax_calls import restore_standard, save_pytree, save_standard
 from programs import program_path
 from recording import recording
+from remote_checks import hub_in_use
 from saved_files import raw_tensors
 
 import orbax_safetensors_layout as osl
@@ -634,8 +635,6 @@ def test_a_name_that_begins_another_is_refused_by_name(tmp_path, hf):
 
 
 def test_from_the_hub(tmp_path, hf, weights, monkeypatch):
-    from remote_checks import hub_in_use
-
     with hub_in_use(monkeypatch, tmp_path / "home") as hub:
         hub.add("org/model", hf)
         osl.convert("hf://org/model", tmp_path / "orbax", mesh={"fsdp": 4})

@@ -16,10 +16,14 @@ from mapping_expressions import evaluate, index_only, specs_of
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import ml_dtypes
+import torch
 import transformers
 from family_cases import CASES, FAMILY, family_of
 from family_models import MODELS, copy, make, read_one
 from family_references import REFERENCES, maxtext
+from llama_jax import logits
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import (
@@ -218,9 +222,6 @@ def test_root_and_prefix(saved):
 
 
 def test_prefix_of_a_folder(saved, tmp_path):
-    import torch
-    import transformers
-
     _, config, _, _ = saved["gemma3"]
     text = transformers.Gemma3TextConfig(**config)
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -249,9 +250,6 @@ def test_buffers_and_tied_heads_of_old_checkpoints_are_ignored(saved):
 @pytest.mark.parametrize("target", ["plain", "maxtext"])
 def test_old_checkpoints_with_buffers_are_saved_without_them(saved, tmp_path, target):
     """Models that transformers opens then have the same logits."""
-    import torch
-    import transformers
-
     whole, _, tensors, _ = saved["llama"]
     name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
     folder = copy(whole, tmp_path / "old", more={name.format(i): torch.ones(4) for i in range(3)})
@@ -283,8 +281,6 @@ def test_layers_for_multi_token_prediction_are_ignored(saved, target, scan):
 
 
 def test_layers_for_multi_token_prediction_are_not_lost_without_a_word(saved, tmp_path):
-    import torch
-
     whole, config, tensors, _ = saved["deepseek_v3"]
     config = {**config, "num_nextn_predict_layers": 1}
     more = {f"model.layers.5.{name}.weight": torch.ones(2, 2) for name in ("eh_proj", "enorm")}
@@ -328,8 +324,6 @@ def test_queries_of_full_rank(saved):
 
 def fp8(tensors, names, block):
     """Tensors as FP8 with a scale for each block, and what they decode to."""
-    import ml_dtypes
-
     stored, decoded = dict(tensors), dict(tensors)
     rng = np.random.default_rng(0)
     for name in names:
@@ -372,9 +366,6 @@ def test_fp8_with_block_scales(saved, name, target, scan):
 @pytest.mark.parametrize("scan", [True, False])
 def test_mxfp4(saved, target, scan):
     """Against transformers' own decoder."""
-    import torch
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     _, config, tensors, _ = saved["gpt_oss"]
     config = config | {"quantization_config": {"quant_method": "mxfp4"}}
     bf16 = tensors["model.norm.weight"].dtype
@@ -729,9 +720,6 @@ def test_a_mixture_whose_layers_are_all_dense_has_no_experts(target):
 @pytest.mark.parametrize("name", ["llama", "llama3", "llama_biased", "mistral", "qwen2", "qwen3"])
 def test_logits_of_the_plain_tree(saved, name, tmp_path):
     """A JAX model of the plain tree and torch's give equal logits."""
-    import torch
-    from llama_jax import logits
-
     folder, config, tensors, model = make(name, tmp_path, dtype="float32")
     bound = families.mapping(folder, target="plain").bind(folder)
     params = {leaf: evaluate(expression, tensors) for leaf, expression in bound.expressions.items()}

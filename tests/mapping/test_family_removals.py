@@ -12,6 +12,7 @@ from mapping_expressions import specs_of
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import transformers
 from family_cases import CASES
 from family_models import DIMS, LATENT, MOE, copy
 
@@ -226,8 +227,6 @@ def test_norms_of_all_heads_are_not_those_of_each(tmp_path):
 
 
 def save_other(folder, model_type, **more):
-    import transformers
-
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(model_type, **DIMS, **ids, **more)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -15,9 +15,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch
+import transformers
 from family_models import DIMS, copy, make, read_one
 from mapping_expressions import specs_of
 from meshes import mesh_of
+from transformers import CONFIG_MAPPING, AutoConfig
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
@@ -42,9 +45,7 @@ def nested(outer, text, tied, inner_tied):
 @pytest.mark.parametrize("text", ["qwen2", "gemma3_text"])  # inner flags: false, true by default
 def test_outer_and_inner_flags_as_transformers_reads_them(text):
     """The outer flag never counts, in all models that take any text model, but for VibeVoice."""
-    from transformers import CONFIG_MAPPING, AutoConfig, __version__
-
-    if not __version__.startswith("5.23."):
+    if not transformers.__version__.startswith("5.23."):
         pytest.skip("knows the models of transformers 5.23")
     kinds = set()
     for outer in set(CONFIG_MAPPING) - {"vibevoice"}:
@@ -67,8 +68,6 @@ HEADS = ("absent", "same", "other")
 
 def with_head(source, target, prefix, head):
     """The folder with no head, a copy of the embedding as head, or a head of its own."""
-    import torch
-
     name = prefix.removesuffix("model.") + "lm_head.weight"
     name = "lm_head.weight" if prefix.startswith("model.") else name
     embedding = read_one(source, f"{prefix}embed_tokens.weight")
@@ -103,8 +102,6 @@ def check_against(model, folder, make_mapping, head):
 
 def check_logits(model, folder, make_mapping):
     """The head that is loaded is the one that transformers makes logits with."""
-    import torch
-
     kernel = osl.load(folder, mapping=make_mapping(folder, untie=True))["lm_head.kernel"]
     tokens = torch.arange(8)[None] + 3
     with torch.no_grad():
@@ -125,8 +122,6 @@ def check_logits(model, folder, make_mapping):
     ],
 )
 def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):
-    import transformers
-
     saved = make(name, tmp_path / "made", dtype="float32", tie_word_embeddings=tied)
     for head in HEADS:
         folder = with_head(saved.folder, tmp_path / head, "model.", head)
@@ -146,8 +141,6 @@ def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_models_without_a_head(tmp_path, name):
     """`architectures` names such a class; of any other an output kernel that lacks is an error."""
-    import transformers
-
     model = make(name, tmp_path / "made")
     body = tmp_path / "body"
     model.model.model.save_pretrained(body)
@@ -204,9 +197,6 @@ NESTED = {
 
 
 def make_nested(outer, folder, tied, inner_tied):
-    import torch
-    import transformers
-
     _, text, more = NESTED[outer]
     config = transformers.AutoConfig.for_model(**nested(outer, text, tied, inner_tied), **more)
     config.text_config.head_dim = 8
@@ -223,8 +213,6 @@ def prefix_of(folder):
 
 @pytest.mark.parametrize("outer", NESTED)
 def test_nested_flags_and_heads_against_logits(tmp_path, outer):
-    import transformers
-
     make_mapping = getattr(families, NESTED[outer][0])
     for tied, inner_tied in itertools.product((True, False), repeat=2):
         nested_model = make_nested(outer, tmp_path / f"{tied}{inner_tied}", tied, inner_tied)
@@ -275,9 +263,6 @@ def test_heads_are_saved_back(qwen2, tmp_path, target, head):
 @pytest.mark.parametrize("like", [True, False])
 @pytest.mark.parametrize("head", ["absent", "same"])
 def test_a_head_that_was_trained_is_saved(qwen2, tmp_path, like, head):
-    import torch
-    import transformers
-
     folder = with_head(qwen2, tmp_path / "files", "model.", head)
     mapping = families.mapping(folder, untie=True)
     tree = osl.load(folder, mapping=mapping)
@@ -358,8 +343,6 @@ def test_each_process_compares_what_it_loads(qwen2, tmp_path):
 
 
 def open_again(folder, saved):
-    import transformers
-
     (saved / "config.json").write_bytes((folder / "config.json").read_bytes())
     return transformers.AutoModelForImageTextToText.from_pretrained(saved, output_loading_info=True)
 

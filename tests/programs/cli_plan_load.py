@@ -1,13 +1,12 @@
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from monitoring import reported
+
+import orbax_safetensors_layout as osl
 
 
 def main(path, mesh, specs, latency_seconds):
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    import orbax_safetensors_layout as osl
-
     names, sizes = zip(*mesh.items(), strict=False)
     devices = Mesh(np.array(jax.devices()).reshape(sizes), names)
     read = reported("safetensors/bytes_read")

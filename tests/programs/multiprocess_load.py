@@ -1,18 +1,17 @@
+from pathlib import Path
+
 import jax
+import numpy as np
+import orbax.checkpoint as v0
+import orbax.checkpoint.experimental.v1 as v1
+import safetensors
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from monitoring import reported
+
+import orbax_safetensors_layout as osl
 
 
 def main(path, api, options):
-    from pathlib import Path
-
-    import numpy as np
-    import orbax.checkpoint as v0
-    import orbax.checkpoint.experimental.v1 as v1
-    import safetensors
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-    import orbax_safetensors_layout as osl
-
     expected = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safetensors.safe_open(file, "numpy") as opened:

@@ -1,14 +1,14 @@
+import importlib
+import logging
+import os
+import sys
+import time
+
 import jax
 
 
 def main(path, case):
     """Load as `case` says; return the bytes read by each load, or the error and its seconds."""
-    import importlib
-    import logging
-    import os
-    import sys
-    import time
-
     process = jax.process_index()
     if case == "cpus":  # before the package asks for them
         os.cpu_count = lambda: 64 if process else 2

@@ -1,21 +1,20 @@
+import os
+import signal
+import threading
+import time
+
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from recording import recording
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.reading.all_gather import SendBuffer
+from orbax_safetensors_layout.runtime import heartbeat
+from orbax_safetensors_layout.storage import LocalStorage
 
 
 def main(path, guilty, where):
-    import os
-    import signal
-    import threading
-    import time
-
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from recording import recording
-
-    import orbax_safetensors_layout as osl
-    from orbax_safetensors_layout.reading.all_gather import SendBuffer
-    from orbax_safetensors_layout.runtime import heartbeat
-    from orbax_safetensors_layout.storage import LocalStorage
-
     heartbeat.SILENCE_SECONDS = 5.0
     is_guilty = jax.process_index() == guilty
     mesh = Mesh(np.array(jax.devices()), ("x",))

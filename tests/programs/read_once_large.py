@@ -1,18 +1,17 @@
+import json
+from pathlib import Path
+
 import jax
+import numpy as np
+import safetensors
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from monitoring import reported
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.reading import replica_exchange
 
 
 def main(path, sizes, out, every_pair, budget):
-    import json
-    from pathlib import Path
-
-    import numpy as np
-    import safetensors
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-    import orbax_safetensors_layout as osl
-    from orbax_safetensors_layout.reading import replica_exchange
-
     if budget:  # as on devices whose arrays do not keep what they are read into
         replica_exchange._platform = lambda placement: "gpu"
     expected = {}

@@ -1,18 +1,17 @@
+import json
+from pathlib import Path
+
 import jax
+import numpy as np
+import safetensors
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from monitoring import reported
+from recording import recording
+
+import orbax_safetensors_layout as osl
 
 
 def main(path, shape, budgets, out):
-    import json
-    from pathlib import Path
-
-    import numpy as np
-    import safetensors
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from recording import recording
-
-    import orbax_safetensors_layout as osl
-
     expected = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safetensors.safe_open(file, "numpy") as opened:

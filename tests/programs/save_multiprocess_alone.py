@@ -1,5 +1,7 @@
+import errno
 import os
 import time
+from unittest import mock
 
 import jax
 from cluster_trees import make_tree
@@ -8,9 +10,6 @@ import orbax_safetensors_layout as osl
 
 
 def main(path, target, kind, process):
-    import errno
-    from unittest import mock
-
     tree = make_tree(path, "replicated")
     osl.save(target, tree, options=osl.WriteOptions(layout="sharded"))
     real = os.open

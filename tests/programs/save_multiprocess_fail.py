@@ -5,11 +5,10 @@ import numpy as np
 from cluster_trees import make_tree
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.storage.local_write import LocalFileWriter
 
 
 def main(path, target, doing, process):
-    from orbax_safetensors_layout.storage.local_write import LocalFileWriter
-
     tree = make_tree(path, "dim0")
     osl.save(target, {"old": np.arange(3)})
     if jax.process_index() == process:

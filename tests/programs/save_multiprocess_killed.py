@@ -1,20 +1,18 @@
 import os
+import signal
 import time
 
 import jax
 from cluster_trees import make_tree
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.runtime import heartbeat
+from orbax_safetensors_layout.save import PreparedSave
+from orbax_safetensors_layout.storage import ResumableFile
+from orbax_safetensors_layout.storage.local_write import LocalFileWriter
 
 
 def main(path, target, kind, process):
-    import signal
-
-    from orbax_safetensors_layout.runtime import heartbeat
-    from orbax_safetensors_layout.save import PreparedSave
-    from orbax_safetensors_layout.storage import ResumableFile
-    from orbax_safetensors_layout.storage.local_write import LocalFileWriter
-
     heartbeat.SILENCE_SECONDS = 5.0
     tree = make_tree(path, "replicated")
     osl.save(target, tree, options=osl.WriteOptions(layout="sharded"))

@@ -1,12 +1,11 @@
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import orbax_safetensors_layout as osl
 
 
 def main(folder, layout):
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-    import orbax_safetensors_layout as osl
-
     mesh = Mesh(np.array(jax.devices()).reshape(-1, 1), ("x", "y"))
     values = np.arange(64 * 40, dtype=np.float32).reshape(64, 40)
     tree = {}

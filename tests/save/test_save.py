@@ -23,6 +23,7 @@ import safetensors
 import safetensors.numpy
 from checkpoints import assert_same_bits, llama_like, random_tensor
 from hypothesis import HealthCheck, given, settings, strategies as st
+from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 from limits import few_descriptors, full_disk
 from meshes import mesh_of, place
@@ -36,9 +37,8 @@ from orbax_safetensors_layout.geometry import Box, Tile
 from orbax_safetensors_layout.plan import FilePart, FileWrite, LeafWrite, WritePlan
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers
 from orbax_safetensors_layout.sharding import GlobalShards
-from orbax_safetensors_layout.storage import LocalStorage
+from orbax_safetensors_layout.storage import LocalStorage, partial_folder
 from orbax_safetensors_layout.writing import CheckpointFolder, write_parts
-from orbax_safetensors_layout.writing.write import _PartWriter
 
 P = PartitionSpec
 MIB = 1 << 20
@@ -224,8 +224,6 @@ def test_shards_are_put_together(tmp_path, shape, dtype, spec):
 
 def test_arrays_with_a_layout_of_their_own(tmp_path):
     """Column-major in device memory is row-major in the file."""
-    from jax.experimental.layout import Format, Layout
-
     value = random_tensor((64, 40), np.dtype("f4"))
     placement = Format(Layout((1, 0)), SingleDeviceSharding(jax.devices()[0]))
     osl.save(tmp_path, {"t": jax.device_put(value, placement)}, options=quick())
@@ -845,8 +843,6 @@ def test_an_interrupt(old):
 
 
 def test_what_an_earlier_crash_left_is_removed(old):
-    from orbax_safetensors_layout.storage import partial_folder
-
     partial = Path(partial_folder(os.path.realpath(old)))
     partial.mkdir()
     (partial / "model-00009-of-00009.safetensors.partial").write_bytes(b"rest")
@@ -999,12 +995,14 @@ def test_the_memory_budget_is_kept(tmp_path, budget):
 def test_files_are_written_side_by_side(tmp_path, monkeypatch):
     """As many as there are threads, where the storage writes anywhere in a file."""
     events = []
-    begin, submit = CheckpointFolder.begin_file, _PartWriter._submit
+    begin, expect = CheckpointFolder.begin_file, CheckpointFolder.expect
     monkeypatch.setattr(
         CheckpointFolder, "begin_file", lambda s, p: (events.append(p.name), begin(s, p))[1]
     )
     monkeypatch.setattr(
-        _PartWriter, "_submit", lambda s, f, x: (events.append(f.plan.name), submit(s, f, x))[1]
+        CheckpointFolder,
+        "expect",
+        lambda s, f, n: (events.append(f.plan.name), expect(s, f, n))[1],
     )
 
     def order(folder, threads):

@@ -6,10 +6,8 @@ import datetime
 import hashlib
 import json
 import logging
-import os
 import shutil
 import ssl
-import subprocess
 import sys
 import threading
 import unittest.mock
@@ -33,6 +31,7 @@ from remote_checks import TOKEN, assert_no_secret, assert_same, shown
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.format import MAIN_INDEX, MANIFEST
+from orbax_safetensors_layout.mapping import read_config
 from orbax_safetensors_layout.storage import hub as hub_storage, open_storage, web
 from orbax_safetensors_layout.storage.hub import HubStorage
 
@@ -653,9 +652,7 @@ def test_the_command_line_shows_no_secret(files, capsys):
 def test_nothing_is_cached_on_disk(hub, folder, tmp_path, monkeypatch):
     hub.add("org/model", folder)
     before = sorted(tmp_path.rglob("*"))
-    code = "import orbax_safetensors_layout as osl; osl.load('hf://org/model')"
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    run_alone("hub_load_all.py", environment={"HF_HOME": str(tmp_path)})
     assert not [file for file in tmp_path.rglob("*safetensors*") if file not in before]
 
 
@@ -670,6 +667,4 @@ def test_a_models_configuration_is_read_from_the_hub(hub, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
     hub.add("org/model", tmp_path / "model")
-    from orbax_safetensors_layout.mapping import read_config
-
     assert read_config("hf://org/model") == {"model_type": "llama"}

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format import DTYPES, NewTensor, lay_out
 from orbax_safetensors_layout.plan import ReadPlan
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -161,8 +162,6 @@ def _mlp(c, layer):
 
 def write_headers(folder, shapes):
     """A checkpoint without data: a sparse file with a header."""
-    from orbax_safetensors_layout.format import DTYPES, NewTensor, lay_out
-
     tensors = [NewTensor(name, DTYPES["BF16"], shape) for name, shape in shapes.items()]
     layout = lay_out("model.safetensors", tensors, {})
     with open(Path(folder) / "model.safetensors", "wb") as file:

@@ -13,6 +13,7 @@ import hashlib
 import http.client
 import itertools
 import json
+import logging
 import os
 import re
 import socket
@@ -434,8 +435,6 @@ def _gs_app() -> Any:
 
 
 def _serve(kind: str) -> None:
-    import logging
-
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     logging.disable(logging.CRITICAL)

@@ -1,0 +1,3 @@
+import orbax_safetensors_layout as osl
+
+osl.load("hf://org/model")
