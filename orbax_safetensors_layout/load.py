@@ -308,7 +308,7 @@ def _abstract_tree(
     *,
     devices: bool,
 ) -> AbstractTree:
-    """The tree that is asked for, with what the checkpoint has saved in place of defaults."""
+    """Return the abstract tree, with defaults from the checkpoint's manifest."""
     if only is not None:
         if abstract is None and mapping is None:
             return AbstractTree.of_tensors(catalog.select(only))

@@ -185,7 +185,7 @@ class PreparedSave:
         return cls(plan, values, manifest, options, mapped=mapped)
 
     def capture(self) -> None:
-        """Brings what this process writes to the host, as far as the memory budget allows."""
+        """Copies this process's shards to the host, as far as the memory budget allows."""
         parts = [part for file in self.plan.writes() for part in file.parts]
         if self.mapped is not None and self.plan.stored is None:
             expressions, held = self.mapped

@@ -144,7 +144,7 @@ def begin_load(
     options: ReadOptions,
     switch: str | None = None,  # lets the checkpoint hold more than the tree, for an error's hint
 ) -> Callable[[], Any]:
-    """Checks the headers of the tensors asked for; returns what loads it, as `osl.load` does."""
+    """Checks the headers of the tensors asked for; returns a function that loads them."""
     check_remains(path)
     catalog = _open_checked(path, abstract, mapping, options)
 

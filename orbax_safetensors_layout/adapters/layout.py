@@ -51,7 +51,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     """
 
     async def get_checkpointable_names(self, path: ocp.path.Path) -> list[str]:
-        """Names of what is at `path`, `"state"` first, the others sorted."""
+        """Names of the items at `path`, `"state"` first, the others sorted."""
         return [*await in_background(_items, path)]
 
     async def validate_checkpointables(self, path: ocp.path.Path) -> None:
@@ -144,7 +144,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     async def save_checkpointables(
         self, path: ocp.path.PathAwaitingCreation, *, checkpointables: Mapping[str, Any]
     ) -> Awaitable[None]:
-        """Copies what this process writes to the host; files are written when awaited."""
+        """Copies this process's shards to the host; files are written when awaited."""
         context = _orbax.get_context()
         handlers = {
             name: routing.handler_for_save(context.checkpointables.registry, value, name, self.own)

@@ -69,7 +69,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs
     ) -> list[future.Future]:
-        """Copies what this process writes to the host; the result waits until all have written."""
+        """Copies this process's shards to the host; the result waits until all have written."""
         self.used_items.add(item_of(directory))
         async with folders_being_made(directory) as wait:
             save = self._begin(directory, args, wait)

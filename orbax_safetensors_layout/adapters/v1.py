@@ -55,7 +55,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     async def save(
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: Any
     ) -> Awaitable[None]:
-        """Copies what this process writes to the host; files are written when awaited."""
+        """Copies this process's shards to the host; files are written when awaited."""
         async with folders_being_made(directory) as wait:
             _check_processes()
             _note_use(directory.path)
@@ -139,7 +139,7 @@ _orbax.count_as_data(lambda directory: in_background(is_safetensors_checkpoint, 
 
 
 def _check_processes() -> None:
-    """All processes write their shares of one checkpoint, and the first what is written once."""
+    """All processes write their shares of one checkpoint, and the first one all other files."""
     options, count = _orbax.get_context().multiprocessing, jax.process_count()
     active = options.active_processes
     if active is not None and set(active) != {*range(count)}:

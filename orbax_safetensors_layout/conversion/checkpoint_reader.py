@@ -155,10 +155,10 @@ class CheckpointReader(Protocol):
         """Reads some of these boxes, at once."""
 
     def chunk(self, array: SourceArray) -> tuple[int, ...] | None:
-        """Shape of what is decoded at once; None where any elements can be read."""
+        """Shape of the smallest part that can be decoded; None where any elements can be read."""
 
     def close(self) -> None:
-        """Releases what is open."""
+        """Closes all files."""
 
 
 def chunk_bytes(reader: CheckpointReader, array: SourceArray) -> int:

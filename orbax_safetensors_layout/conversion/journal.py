@@ -31,7 +31,7 @@ class WrittenGroup(NamedTuple):
 
 
 class Journal:
-    """Lines of JSON in one file for each process: what is converted, then a line for each group.
+    """Lines of JSON in one file for each process: the conversion's digests, then each group.
 
     Args:
         folder: The conversion's own folder, beside the target.
@@ -58,7 +58,7 @@ class Journal:
 
     @staticmethod
     def block_bytes(folder: str) -> int | None:
-        """Return what the conversion reads at once whose journal is there; None without one."""
+        """Return the block bytes of the conversion whose journal is there; None without one."""
         return next((head.get("block_bytes") for head, _ in _journal_lines(folder)), None)
 
     def read(self) -> dict[int, WrittenGroup]:
@@ -104,7 +104,7 @@ class Journal:
 
 
 def _journal_lines(folder: str) -> Iterator[tuple[dict[str, Any], dict[int, WrittenGroup]]]:
-    """Yields what is converted, and the groups that are written, of each file with a line."""
+    """Yields the first line of each journal file, and its groups that are written."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else ()
     for name in (n for n in names if n.startswith(_PREFIX) and n.endswith(_SUFFIX)):
         file = os.path.join(folder, name)

@@ -64,7 +64,7 @@ class Target(Protocol):
     written: RangeChecksums | None  # what `write` adds to, for `commit`; None without checksums
 
     def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
-        """Return what is written of an array at once; together all of it."""
+        """Return the regions in which an array is written; together all of it."""
 
     def describe(self) -> object:
         """Return all that other targets of the same leaves differ in, compared by `repr`."""
@@ -79,7 +79,7 @@ class Target(Protocol):
         """Waits until all that was written survives a crash."""
 
     def close(self) -> None:
-        """Releases what is open."""
+        """Closes all files."""
 
     def commit(self, folder: str, written: Sequence[ByteRange]) -> None:
         """Completes the checkpoint in `FINISHED`, on one process, when all has been `written`."""

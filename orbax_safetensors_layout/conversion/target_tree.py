@@ -122,7 +122,7 @@ def arrays_in(tree: Any) -> list[TargetArray]:
 
 
 def stand_ins(tree: Any, topology: Topology | None) -> Any:
-    """Return a target's tree with arrays without values, for what looks at shapes, dtypes alone."""
+    """Return a target's tree with arrays of its shapes and dtypes, without values."""
 
     @functools.lru_cache
     def zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

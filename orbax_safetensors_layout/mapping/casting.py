@@ -30,7 +30,7 @@ def is_whole(dtype: np.dtype[Any]) -> bool:
 
 
 def cast_problem(source: np.dtype[Any], dtype: np.dtype[Any]) -> str | None:
-    """Return what is wrong with a cast, whatever the values are."""
+    """Return why a cast is refused whatever the values are; None if it is not."""
     if not (is_number(source) and is_number(dtype)):
         return "has no numeric meaning"
     if source.kind == "c" and dtype.kind != "c":

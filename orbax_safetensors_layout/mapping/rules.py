@@ -316,7 +316,7 @@ def _encoded(value: Any, holders: tuple[int, ...]) -> object:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return all that makes a value what it is, beside its type."""
+    """Return the parts of a value that tell it from others of its type."""
     kind = type(value)
     if kind in (list, tuple, set, frozenset):
         return [*value]

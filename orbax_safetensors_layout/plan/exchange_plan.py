@@ -118,7 +118,7 @@ class ExchangeRates(NamedTuple):
 
 
 class ExchangePolicy(NamedTuple):
-    """Decides what of the tensors that several processes need is read once and exchanged."""
+    """The limits and rates by which tensors that several processes need are exchanged."""
 
     limits: ExchangeLimits
     rates: ExchangeRates | None  # without them all that can be is exchanged
@@ -127,7 +127,7 @@ class ExchangePolicy(NamedTuple):
     def of(
         cls, options: ReadOptions, kind: str, platform: str, processes_per_host: int = 1
     ) -> Self:
-        """Return that of a load from a storage class to devices of a platform."""
+        """Return the policy of a load from a storage class to devices of a platform."""
         profile = options.profile(kind)
         limits = ExchangeLimits.of(profile, options.memory_budget_bytes)
         if platform != "cpu":  # whose arrays keep what they are read into

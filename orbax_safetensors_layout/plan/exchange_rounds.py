@@ -112,7 +112,7 @@ class Round(NamedTuple):
 
     @property
     def device_received_bytes(self) -> int:
-        """Bytes that a device gets from others: what it gathers but for its own piece of it."""
+        """Bytes that a device gets from others: all that it gathers but its own piece."""
         return self.gathered_bytes - self.slot_bytes // math.prod(self.grid.cuts)
 
     def column_bytes(self, box_bytes: Mapping[int, int]) -> Ints:

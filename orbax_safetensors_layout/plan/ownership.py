@@ -21,7 +21,7 @@ class StoredTile(NamedTuple):
 
 
 class PieceWriters:
-    """Chooses who writes each box of arrays in pieces, so that all processes write as much."""
+    """Chooses the writer of each box of arrays in pieces, so that all processes write as much."""
 
     def __init__(self, processes: int, *, replicate_below_bytes: int = 0) -> None:
         self.load: Ints = np.zeros(processes, np.int64)
@@ -84,7 +84,7 @@ class _Choices(NamedTuple):
 
 
 def file_owners(sizes: Sequence[int], held: Ints, processes: int) -> tuple[int, ...]:
-    """Choose writers of files: who holds much (`held` [files, processes], bytes), evenly shared."""
+    """Choose writers of files, evenly, among large holders (`held` [files, processes], bytes)."""
     share = sum(sizes) / processes * _SLACK
     load: Ints = np.zeros(processes, np.int64)
     owners = [0] * len(sizes)

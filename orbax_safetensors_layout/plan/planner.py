@@ -77,7 +77,7 @@ class RegionPlanner:
                 yield ByteRegion(number, *place, layout, len(places))
 
     def _overlaps(self, source: TensorPiece, layout: TileLayout) -> Iterator[_RegionPlace]:
-        """Yields the regions of a piece and a tile: of a gather, one for what is near together."""
+        """Yields the regions of a piece and a tile; of a gather, one for near rows."""
         if source.gather is None:
             yield self._overlap(source, layout)
             return

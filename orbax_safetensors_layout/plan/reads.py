@@ -52,7 +52,7 @@ class ReadPlan:
         return held_bytes(leaf, region)
 
     def composed_bytes(self, array: ComposedArray | None) -> int:
-        """Return what the budget counts for a composed array: a part is kept for reads."""
+        """Return what the budget counts of a composed array, in bytes; a part is kept for reads."""
         if array is None or self.adopt:
             return 0
         for_reads = self.memory_budget_bytes // BUNDLES_IN_BUDGET
@@ -120,7 +120,7 @@ class ReadPlan:
         )
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
-        """Yields (file, start, stop), half-open, of what is read; long ones in several requests."""
+        """Yields half-open ranges (file, start, stop); long ones are read in several requests."""
         for group in self.groups():
             yield from group.ranges()
 

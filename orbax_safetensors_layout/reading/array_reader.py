@@ -101,7 +101,7 @@ class ArrayReader:
 
 
 class _Materializer:
-    """Makes boxes of regions of what is read, and gives them to `take`."""
+    """Makes boxes of regions of finished reads, and gives them to `take`."""
 
     def __init__(self, reads: RegionReads, take: TakeBoxes, *, check_values: bool) -> None:
         self._reads = reads

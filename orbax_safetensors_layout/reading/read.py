@@ -154,7 +154,7 @@ class PlanReader:
             self._hold(number, self._deliver(number, rest, parts), 0)
 
     def _filled(self, number: int, member: int) -> np.ndarray:
-        """Memory for a box in which is put what is not read."""
+        """Return memory for a box, with the values that are not read in their place."""
         leaf = self._plan.leaves[number]
         box = leaf.local.boxes[member]
         memory = self._allocate(box.size * leaf.dtype.itemsize)
@@ -164,7 +164,7 @@ class PlanReader:
         return values
 
     def _allocate(self, nbytes: int, *, file_offset: int = 0) -> Bytes:
-        """Return memory of values: fresh where arrays keep it, else what transfers have left."""
+        """Return memory for values: new where arrays keep it, else reused after transfers."""
         take = allocate if self._plan.adopt else self._staging.take
         return take(nbytes, file_offset=file_offset)
 
@@ -200,7 +200,7 @@ class PlanReader:
         return slices
 
     def _reserve(self, regions: Sequence[ByteRegion]) -> None:
-        """Waits until the budget has room for what arrays do not adopt."""
+        """Waits until the budget has room for memory that arrays do not adopt."""
         fresh = {r.tile: r for r in regions if r.tile not in self._tiles}
         held = 0
         for region in fresh.values():

@@ -50,7 +50,7 @@ _PAUSE_SECONDS = 0.001
 
 
 def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple[int, ...]:
-    """The processes that load a tree together; none where each reads what it needs.
+    """Return the processes that load a tree together; none where each reads by itself.
 
     With `"auto"` those that have devices of the tree's shardings, if they are several, and can
     reach each other.
@@ -119,7 +119,7 @@ def steps_of(
     *,
     exchange: bool,
 ) -> list[ExchangeStep]:
-    """Divides what a process reads into steps; what is not exchanged comes last."""
+    """Divides the reads of a process into steps; those that are not exchanged come last."""
     stages = _stages(catalog, leaves, shards, options) if exchange else []
     budget = options.memory_budget_bytes
     steps = []
@@ -204,7 +204,7 @@ def fingerprint_of(
     options: ReadOptions,
     storage: str,
 ) -> Fingerprint:
-    """Return what must be the same on all processes before anything is exchanged."""
+    """Return a digest of the plan, equal on all processes before anything is exchanged."""
     digest = hashlib.sha256()
     numbers: dict[int, int] = {}
 
@@ -264,7 +264,7 @@ class ReplicaExchange:
         )
 
     def begin(self, step: ExchangeStep) -> None:
-        """Begins a step: gathers what was taken in the one before, which all have read."""
+        """Begins a step, with the gathers of the one before, which all processes have read."""
         for round_, buffer in self._rounds:
             while len(self._in_flight) >= _MOST_IN_FLIGHT:
                 self._land()

@@ -65,7 +65,7 @@ class SavedMetadata:
         return AbstractTree(values, parsed, set(), build)
 
     def apply_defaults(self, tree: AbstractTree, *, devices: bool) -> AbstractTree:
-        """Return an abstract tree with what the checkpoint recorded in place of defaults.
+        """Return an abstract tree with recorded placements and values in place of defaults.
 
         Leaves whose value is in the manifest become that value; arrays that the tree does not
         place go where they were saved from, if there are such devices. `devices` refuses shardings

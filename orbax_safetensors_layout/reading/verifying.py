@@ -1,4 +1,4 @@
-"""Checksums of files while they are read, held against those that were recorded."""
+"""Checksums of files while they are read, compared with those that were recorded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BLOCK_BYTES = 8 * MIB
 
 
 class VerifyingReader:
-    """Reads as a storage does, and works out the CRC-32 of what it reads, on the same threads."""
+    """Reads as a storage does, and computes the CRC-32 of the bytes on the same threads."""
 
     def __init__(self, storage: Storage, folder: str, digests: Mapping[str, int]) -> None:
         self.kind = storage.kind

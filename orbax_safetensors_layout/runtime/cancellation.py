@@ -32,7 +32,7 @@ class Cancellation:
         _current.reset(self._token)
 
     def cancel(self) -> None:
-        """Interrupts all work, and what is begun later at once."""
+        """Interrupts all work, and at once any that begins later."""
         with self._lock:
             self._is_cancelled = True
             begun = [*self._work]
@@ -57,7 +57,7 @@ _current: contextvars.ContextVar[Cancellation | None] = contextvars.ContextVar(
 
 
 def interrupt_when_cancelled(work: Interruptible) -> Cancellation:
-    """Has work interrupted when that of this context is cancelled; returns what cancels it."""
+    """Interrupts work when that of this context is cancelled; returns its `Cancellation`."""
     cancellation = _current.get() or Cancellation()
     cancellation.add(work)
     return cancellation

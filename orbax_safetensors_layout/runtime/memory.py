@@ -96,7 +96,7 @@ class Staging:
 
 
 def _reuse(idle: weakref.ref[deque[Bytes]], memory: Bytes) -> None:
-    """Gives memory back, unless what it was taken from is gone."""
+    """Gives memory back, unless its `Staging` is gone."""
     if (memories := idle()) is not None:
         memories.append(memory)
 
@@ -212,7 +212,7 @@ class Budget:
         self._waits: deque[tuple[Callable[[], object], int]] = deque()
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether so many more fit; what exceeds the budget fits while nothing is held."""
+        """Return whether `nbytes` more fit; more than the budget fit while nothing is held."""
         reserved = self._reserved_bytes
         return not nbytes or not reserved or reserved + nbytes <= self.most_bytes
 

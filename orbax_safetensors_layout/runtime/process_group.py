@@ -185,7 +185,7 @@ class ProcessGroup:
         return self._store.get(f"{key}/broadcast", self._timeout_seconds)
 
     def constants(self, doing: str, name: str, value: str) -> list[str]:
-        """Return what all processes have under a name; it never changes, and is asked for once."""
+        """Return the values of all processes by a name; they never change, and are read once."""
         if self._store is None:
             return [value]
         known = _constants.setdefault((self._store, name), {})
@@ -208,7 +208,7 @@ class ProcessGroup:
         return [known[process] for process in self._processes]
 
     def arrive(self, doing: str, agree: Fingerprint) -> None:
-        """Tells the others what this process has, which all compare in the next `barrier`.
+        """Announces this process's fingerprint, which all compare in the next `barrier`.
 
         That one waits for no process but those that have not arrived, nor the first one's end.
         """

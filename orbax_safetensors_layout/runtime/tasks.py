@@ -55,7 +55,7 @@ class Workers:
     def submit(
         self, task: Callable[[*Args], Then], *args: *Args, wait: bool = True
     ) -> Future[None]:
-        """Runs a task on a thread, and what it returns on the calling thread.
+        """Runs a task on a thread, and the function that it returns on the calling thread.
 
         `wait` first until just enough tasks are in flight to keep all threads busy. Raises the
         error of an earlier task.
@@ -96,7 +96,7 @@ class Workers:
         self._fail(CancelledError("the work was cancelled"))
 
     def stop(self) -> None:
-        """Starts nothing more, and waits for what is running."""
+        """Starts no more tasks, and waits for those that run."""
         self._is_stopped = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._finished = queue.SimpleQueue()  # what is left in it holds buffers

@@ -56,7 +56,7 @@ class NewFolder(Protocol):
     folder: str
 
     def begin(self) -> None:
-        """Claims the target, and puts back what a save that crashed left beside it."""
+        """Claims the target, and recovers a folder that a crashed save left beside it."""
         return
 
     def prepare(self) -> None:
@@ -84,7 +84,7 @@ class RangeReader(Protocol):
         """
 
     def check_unchanged(self, file: str) -> None:
-        """Raises an error if a file is not what it was when it was first opened."""
+        """Raises an error if a file has changed since it was first opened."""
 
     def interrupt(self) -> None:
         """Ends pauses between attempts for good, from any thread; requests in flight may end."""
@@ -134,7 +134,7 @@ class Storage(RangeReader, Protocol):
         return None
 
     def remember(self, notes: Notes) -> None:
-        """Takes notes of what files were, for a storage that can ask whether they still are."""
+        """Takes notes of the versions of files, for a storage that can ask whether they changed."""
         return
 
     def create(self, file: str, size: int, *, durable: bool) -> FileWriter:
@@ -171,7 +171,7 @@ class Storage(RangeReader, Protocol):
         raise StorageError(problem, file=path, hint=self.save_hint)
 
     def close(self) -> None:
-        """Releases what is open; the object may not be used afterwards."""
+        """Closes all files and connections; the object may not be used afterwards."""
 
     def __enter__(self) -> Self:
         return self

@@ -57,7 +57,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CachedStorage(Storage):
-    """A storage for reading that takes from a folder what it can, and keeps there what it fetches.
+    """A storage for reading that keeps the ranges that it fetches in a folder, and reuses them.
 
     The storage determines what a file is, and its version, before anything comes from the folder.
     """
@@ -156,7 +156,7 @@ class RangeCache:
     def read_into(
         self, content: str, offset: int, buffers: Sequence[Buffer]
     ) -> list[tuple[int, int]]:
-        """Fills what it can of `buffers`, from byte `offset` of a content on.
+        """Fills the cached parts of `buffers`, from byte `offset` of a content on.
 
         Returns the half-open ranges that are missing.
         """
@@ -310,7 +310,7 @@ class RangeCache:
             os.close(fd)
 
     def _evict(self, size: int) -> int:
-        """Removes what was not used for longest where `size` more bytes do not fit.
+        """Removes the least recently used entries where `size` more bytes do not fit.
 
         Returns the bytes that are left. A tenth of the bound becomes free, so that this is rare.
         """
@@ -350,7 +350,7 @@ def _hash(content: str) -> str:
 
 
 def _end(key: str, start: int, stop: int, parts: Sequence[Buffer]) -> bytes:
-    """Return what follows the bytes of an entry."""
+    """Return the checksum that follows the bytes of an entry."""
     value = zlib.crc32(f"{key} {start} {stop}".encode())
     for part in parts:
         value = zlib.crc32(part, value)  # releases the GIL

@@ -41,7 +41,7 @@ _LARGEST_QUICK_COPY_BYTES = 256 << 20  # 5 s at that speed
 
 
 class Seen(NamedTuple):
-    """An object as it was when it was first looked at, by what the store reports of it."""
+    """The version of an object when it was first opened, as the store reports it."""
 
     size: int
     tag: str | None  # ETag
@@ -103,7 +103,7 @@ class CloudStorage(Storage):
         return sorted(names)
 
     def _entries(self, folder: str) -> tuple[str, Any]:
-        """Return the prefix of the keys in a folder, and what is in it."""
+        """Return the prefix of the keys in a folder, and its listing."""
         key = self._key(folder)
         entries = self._retrier.run(
             lambda: obstore.list_with_delimiter(self._client(), key or None), "listing", folder

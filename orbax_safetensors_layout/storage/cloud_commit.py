@@ -144,7 +144,7 @@ class _BucketClaim:
 
 
 class StagedCopy(NewFolder):
-    """A save that replaces what is in a folder: written beside it, then copied by the store."""
+    """A save that replaces a checkpoint: written beside it, then copied by the store."""
 
     def __init__(self, target: str, storage: _CopyingStorage, rank: Rank) -> None:
         self.target = target
@@ -200,7 +200,7 @@ class StagedCopy(NewFolder):
             raise not_alone(folder)
 
     def _describe_copy(self, names: Sequence[str]) -> str:
-        """Describe where the finished checkpoint is, by what is there."""
+        """Describe where the finished checkpoint is, by the objects there."""
         try:
             self._check_alone(self.folder, names)
         except SafetensorsLayoutError:

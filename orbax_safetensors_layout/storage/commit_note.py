@@ -59,7 +59,7 @@ def entries_of(folder: str) -> dict[str, list[int]]:
 
 
 def partial_folder(folder: str, purpose: str = "save") -> str:
-    """Returns where `purpose` makes what will be at `folder`: beside it, under a hidden name."""
+    """Returns the hidden path beside `folder` at which `purpose` prepares its new content."""
     return _hidden(folder, f"partial-{purpose}")
 
 

@@ -64,7 +64,7 @@ class Claim:
         self._note = Note.read(fd, folder)
 
     def finish_former(self) -> None:
-        """Puts back, or removes, what a holder that was killed left beside the folder."""
+        """Puts back, or removes, the remains of a killed holder beside the folder."""
         with storage_errors("cannot put in order what a crash left", self._folder):
             aside = aside_folder(self._folder)
             if self.was_committed():
@@ -181,7 +181,7 @@ def check_replaceable(folder: str) -> None:
 
 @contextlib.contextmanager
 def claimed(folder: str) -> Iterator[Claim]:
-    """Claims a folder (a real path) to be replaced, and settles what a crash left beside it."""
+    """Claims a folder (a real path) to be replaced; settles the remains of a crash beside it."""
     path = lock_file(folder)
     with storage_errors("cannot begin to save", path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -195,7 +195,7 @@ def claimed(folder: str) -> Iterator[Claim]:
 
 
 def finish_interrupted(folder: str) -> None:
-    """Removes what a killed save to a real path left."""
+    """Removes the remains of a killed save to a real path."""
     if os.path.exists(lock_file(folder)):
         with claimed(folder):
             pass

@@ -52,7 +52,7 @@ def open_storage(
 
 
 def check_path(text: str) -> None:
-    """Refuses what no storage has; an empty path would be the working folder."""
+    """Refuses paths that no storage has; an empty one would be the working folder."""
     if not text or "\0" in text:
         problem = "the path is empty, or has a null byte"
         raise StorageError(problem, file=repr(text), expected="a local path or a URL")

@@ -162,7 +162,7 @@ class CheckpointFolder:
             return [*self._open]
 
     def make_pieces_folder(self) -> None:
-        """Makes the folder of what only these processes read; `complete` removes it."""
+        """Makes the folder of temporary files; `complete` removes it."""
         self.storage.make_folder(join(self.path, PIECES_FOLDER))
 
     def leave_digests(self) -> None:
@@ -178,7 +178,7 @@ class CheckpointFolder:
         self._open.clear()
 
     def complete(self, plan: WritePlan) -> None:
-        """Checks what all have written, writes index and digests, removes temporary files."""
+        """Checks the files of all processes, writes index and digests, removes temporary files."""
         with self.step("looking at what was written"):  # by all, before pieces are removed
             self.storage.check_written(self.path)
         with self.step("completing the folder"):

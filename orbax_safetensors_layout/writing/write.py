@@ -32,7 +32,7 @@ def write_parts(
     values: HostValues,
     progress: Callable[[Progress], None] | None,
 ) -> None:
-    """Writes what comes from this process's shards; files that need no more are completed."""
+    """Writes the parts that this process's shards have; files that need no more are completed."""
     if plan.pieces is not None and plan.pieces.is_temporary:
         folder.make_pieces_folder()
     _PartWriter(folder, plan, values, progress).run()

@@ -57,7 +57,7 @@ class BoundExpr(abc.ABC):
     def pull_back(
         self, box: Box, *, factored: bool = False, gathers: bool = False
     ) -> tuple[Piece, ...]:
-        """Return the disjoint pieces that cover a region; only what overlaps it is visited.
+        """Return disjoint pieces that cover a region; only operands that overlap it are visited.
 
         `factored` lets views take axes of the region apart: `piece.view.shape` has the factors of
         `piece.box.shape`. Merged axes whose strides do not nest, repeats, and interleaved rows are

@@ -115,7 +115,7 @@ def assemble_box(
     *,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the values of a region of a leaf, from what was read of tensors.
+    """Return the values of a region of a leaf, from parts of tensors that were read.
 
     `read` returns the values of an affine piece, `piece.view` of its tensor, before its operations;
     it is called for each of `affine_pieces(pieces)`, in their order. `out` has the region's shape.
