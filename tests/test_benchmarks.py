@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import program_path
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPT = BENCHMARKS / "accelerator.py"
@@ -63,15 +64,13 @@ def test_a_comparison_of_commits_measures_the_package_of_each(program, contender
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('the older one')")
     only = ["--scale", "0.01", "--contenders", contender, "--only", row] if row else []
-    code = f"""
-import sys
-from pathlib import Path
-sys.path.insert(0, {str(BENCHMARKS)!r})
-import commits
-print(commits.run(Path({str(package.parent)!r}), {str(BENCHMARKS / program)!r}, "--repeat", "1",
-                  "--dir", {str(tmp_path)!r}, *{only}))
-"""
+    arguments = ["--repeat", "1", "--dir", tmp_path, *only]
+    command = [program_path("compare_commits.py"), BENCHMARKS / program, package.parent, *arguments]
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert "the older one" in done.stdout + done.stderr

@@ -23,6 +23,7 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 import safetensors
 from checkpoints import nested
+from huggingface_hub import split_torch_state_dict_into_shards
 from jax.sharding import NamedSharding, PartitionSpec
 from libraries import need
 from meshes import abstract_of, mesh_of
@@ -225,8 +226,6 @@ def test_saved_in_pieces_and_consolidated(tmp_path, published, options, check):
 
 
 def test_files_are_filled_as_hugging_face_fills_them(tmp_path, published):
-    from huggingface_hub import split_torch_state_dict_into_shards
-
     osl.save(tmp_path, load(published.folder), options=SEVERAL_FILES)
     in_order = {name: published.tensors[name] for name in sorted(published.tensors)}
     expected = split_torch_state_dict_into_shards(in_order, max_shard_size=FILE_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import ipaddress
 import json
 import logging
 import shutil
@@ -22,6 +23,10 @@ import jax
 import numpy as np
 import pytest
 import urllib3.connection
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from http_server import Reply, Server, file_server, serve_range
 from jax.sharding import PartitionSpec as P
 from meshes import abstract_of, over_matrices
@@ -441,13 +446,6 @@ def test_unencrypted_http_to_other_machines_is_asked_for(files, monkeypatch):
 
 def certificate(folder: Path) -> Path:
     """A certificate for 127.0.0.1 that signs itself, with its key."""
-    import ipaddress
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
     now = datetime.datetime.now(datetime.UTC)

@@ -27,6 +27,8 @@ import urllib.request
 import xml.sax.saxutils
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
+from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -420,9 +422,6 @@ def _s3_app() -> Any:
 
 
 def _gs_app() -> Any:
-    from functools import partial
-    from http.server import ThreadingHTTPServer
-
     from gcp_storage_emulator.handlers.buckets import create_bucket
     from gcp_storage_emulator.server import RequestHandler
     from gcp_storage_emulator.storage import Storage
