@@ -21,9 +21,10 @@ from orbax_safetensors_layout.options import ReadOptions, WriteOptions, given_or
 from orbax_safetensors_layout.pytree import leaf_shapes
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.save import PreparedSave, save_group
-from orbax_safetensors_layout.storage import join, open_storage
+from orbax_safetensors_layout.storage import join
 
-from .peft_folder import CONFIG_FILE, PREFIX, STEM, WEIGHTS_FILE, PeftFolder, read_adapter_config
+from .adapter_files import CONFIG_FILE, STEM, WEIGHTS_FILE, opened, read_config
+from .peft_folder import PREFIX, PeftFolder
 
 PathLike = str | os.PathLike[str]
 
@@ -35,9 +36,8 @@ def config(path: PathLike) -> dict[str, Any]:
         CheckpointNotFoundError: There is none.
         FormatError: It is malformed.
     """
-    storage, folder = open_storage(path)
-    with storage:
-        return read_adapter_config(storage, folder)
+    with opened(path) as (storage, folder):
+        return read_config(storage, folder)
 
 
 def load(path: PathLike, abstract: Any = None, *, options: ReadOptions | None = None) -> Any:
@@ -55,8 +55,8 @@ def load(path: PathLike, abstract: Any = None, *, options: ReadOptions | None = 
         SafetensorsLayoutError: As from `osl.load`.
     """
     file = join(os.fspath(path), WEIGHTS_FILE)
-    with Catalog.open(file) as catalog:
-        names = catalog.names
+    with opened(path) as (storage, folder):
+        names = Catalog.open(join(folder, WEIGHTS_FILE), storage=storage).names
     rules = [rule(name.removeprefix(PREFIX), tensor(name)) for name in names]
     return _load(file, abstract, mapping=Mapping(rules, strict=False), options=options)
 

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import collections
-import hashlib
-import json
 import math
 import os
 import re
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog import Catalog, compile_pattern
+from orbax_safetensors_layout.catalog import compile_pattern
 from orbax_safetensors_layout.errors import FormatError, MappingError
 from orbax_safetensors_layout.format import TensorEntry, short_repr
 from orbax_safetensors_layout.mapping import BoundExpr, Decoded, LowRank, NameTree, Replacement
-from orbax_safetensors_layout.options import MIB, is_floating
-from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file, read_range
+from orbax_safetensors_layout.options import is_floating
+from orbax_safetensors_layout.storage import join
 
-CONFIG_FILE = "adapter_config.json"
-STEM = "adapter_model"
-WEIGHTS_FILE = f"{STEM}.safetensors"
+from .adapter_files import CONFIG_FILE, AdapterFiles
+
 PREFIX = "base_model.model."
 
 Rename = Callable[[str], str]
 
-_KEPT_BYTES = 64 * MIB  # of tensors that were read, in case that other shards take them
 _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
     r"|lora_magnitude_vector)(\.(?!weight$|bias$)[^.]+)?(\.(?P<of>weight|bias))?"
@@ -51,10 +44,10 @@ class _Module(NamedTuple):
 
 
 class PeftFolder:
-    """An adapter, opened: an `Overlay` of the base's tensors. Safe to use from many threads.
+    """An adapter as an `Overlay` of the base's tensors. Safe to use from many threads.
 
     Only its header and configuration are read; tensors follow when regions that need them are
-    computed, and the last 64 MiB of them are kept. Its storage is closed with the last mapping.
+    computed. Nothing stays open in between.
     """
 
     def __init__(
@@ -64,21 +57,11 @@ class PeftFolder:
         transposed: tuple[str, ...] = (),
         digest: str | None = None,
     ) -> None:
-        self.path = os.fspath(path)
+        self._files = files = AdapterFiles(path)
+        self.path, self.file, self.config = files.path, files.file, files.config
         self._how = rename, transposed
         self._transposed = [compile_pattern(pattern) for pattern in transposed]
-        self._storage, folder = open_storage(path)
-        weakref.finalize(self, self._storage.close)
-        self.file = join(folder, WEIGHTS_FILE)
-        self.config = read_adapter_config(self._storage, folder)
-        catalog = Catalog.open(self.file, storage=self._storage)
-        self._entries = catalog.entries(catalog.names)
-        self._lock = threading.Lock()
-        self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
-        described = [*sorted(self.config.items()), *self._entries.values()]
-        self.digest = hashlib.sha256(repr(described).encode()).hexdigest()
-        if digest not in (None, self.digest):
-            raise FormatError("the adapter is not the one that was merged before", file=self.file)
+        files.check(files.digest, digest)
         self._check_method()
         self._modules: dict[str, _Module] = {}
         self._replaced: dict[str, TensorEntry] = {}
@@ -87,7 +70,7 @@ class PeftFolder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Equal adapters are equal mappings, in every process."""
-        return type(self), (self.path, *self._how, self.digest)
+        return type(self), (self.path, *self._how, self._files.digest)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,18 +79,7 @@ class PeftFolder:
 
     def read(self, name: str) -> np.ndarray:
         """Return a whole tensor."""
-        with self._lock:
-            if name in self._kept:
-                self._kept.move_to_end(name)
-                return self._kept[name]
-        entry = self._entries[name]
-        data = read_range(self._storage, entry.file, entry.start, entry.nbytes)
-        values = np.frombuffer(data, entry.dtype.numpy).reshape(entry.shape)
-        with self._lock:
-            self._kept[name] = values
-            while len(self._kept) > 1 and sum(v.nbytes for v in self._kept.values()) > _KEPT_BYTES:
-                self._kept.popitem(last=False)
-        return values
+        return self._files.read(name)
 
     def replaces(self, name: str) -> bool:
         """Whether it has a tensor in place of the base's."""
@@ -253,7 +225,7 @@ class PeftFolder:
     def _sort(self, rename: Rename) -> None:
         """Finds what each tensor of the adapter is for."""
         parts: dict[str, dict[str, TensorEntry]] = {}
-        for name, entry in self._entries.items():
+        for name, entry in self._files.entries.items():
             plain = name.removeprefix(PREFIX)
             match = _PART.fullmatch(plain)
             if match is None:
@@ -290,18 +262,6 @@ class PeftFolder:
             yield f"{module}.{parameter}", _Module(f"{module}.{parameter}", parts, True)
         else:
             yield f"{module}.weight", _Module(module, parts, is_parameter=False)
-
-
-def read_adapter_config(storage: Storage, folder: str) -> dict[str, Any]:
-    """Return the `adapter_config.json` of a folder."""
-    file = join(folder, CONFIG_FILE)
-    try:
-        config = json.loads(read_file(storage, file, "an adapter's configuration"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"cannot read an adapter's configuration: {error}", file=file) from error
-    if not isinstance(config, dict):
-        raise FormatError("an adapter's configuration is not a JSON object", file=file)
-    return config
 
 
 def _fused(name: str) -> Iterator[tuple[str, str, int]]:

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.lora import peft_folder
 from orbax_safetensors_layout.mapping import fingerprint
 
 PREFIX = "base_model.model."
@@ -413,24 +412,3 @@ def test_a_conversion_takes_a_merged_mapping(tmp_path):
     osl.convert(base, tmp_path / "out", format="hf", mapping=mapping)
     merged = osl.load(tmp_path / "out")[f"{Q}.weight"]
     assert_same_bits(merged, plus(weight, change(lora, Q, 1.5)))
-
-
-def test_an_adapter_of_any_size_takes_bounded_memory(tmp_path, monkeypatch):
-    """Tensors beyond the bound are read again, and not kept."""
-    reads = []
-    monkeypatch.setattr(peft_folder, "_KEPT_BYTES", 3 * 4096)
-    read = peft_folder.read_range
-    monkeypatch.setattr(
-        peft_folder, "read_range", lambda *place: reads.append(place[3]) or read(*place)
-    )
-    layers = [f"model.layers.{i}.q_proj" for i in range(6)]
-    lora = {k: v for name in layers for k, v in low_rank(name, 512, 512).items()}
-    weights = {f"{name}.weight": random(512, 512) for name in layers}
-    base = base_of(tmp_path / "base", weights)
-    mapping = osl.peft.merge(None, adapter(tmp_path / "lora", lora), base=base)
-    (overlay,) = {rule.expr.overlay for rule in mapping.rules}
-    reads.clear()
-    for _ in range(2):
-        osl.load(base, mapping=mapping)
-        assert sum(value.nbytes for value in overlay._kept.values()) <= 3 * 4096
-    assert len(reads) >= 2 * (12 - 3)

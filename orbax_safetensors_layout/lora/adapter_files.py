@@ -1,0 +1,173 @@
+"""The files of an adapter: opened to look at them and to read tensors, and closed after each."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    StorageError,
+    listed,
+)
+from orbax_safetensors_layout.format import TensorEntry
+from orbax_safetensors_layout.options import MIB
+from orbax_safetensors_layout.storage import (
+    Storage,
+    join,
+    open_storage,
+    read_file,
+    read_range,
+)
+
+CONFIG_FILE = "adapter_config.json"
+STEM = "adapter_model"
+WEIGHTS_FILE = f"{STEM}.safetensors"
+
+_KEPT_BYTES = 64 * MIB  # of tensors that were read, in case that other shards take them
+_PART_BYTES = 8 * MIB  # of tensors that are side by side in the file, and are read at once
+_MOST_LISTED = 100  # folders that are looked at for adapters
+
+
+class AdapterFiles:
+    """An adapter's configuration and header, and its tensors as they are asked for.
+
+    Nothing stays open between two calls. The tensors are those of the version that was there at
+    first: another one is an error. The last 64 MiB of them are kept. For many threads.
+
+    Attributes:
+        path: The folder, absolute if it is local.
+        file: That of the tensors.
+        config: The configuration.
+        entries: The tensors, by name.
+        digest: Equal for equal versions, in every process.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        with opened(path) as (storage, folder):
+            self.path = folder if storage.kind == "local" else os.fspath(path)
+            self.file = join(folder, WEIGHTS_FILE)
+            self.config = read_config(storage, folder)
+            catalog = Catalog.open(self.file, storage=storage)
+            self.entries: dict[str, TensorEntry] = catalog.entries(catalog.names)
+            self._together = _parts(self.entries)
+            self._version = self._seen(storage)
+        described = [*sorted(self.config.items()), *self.entries.values(), self._version]
+        self.digest = hashlib.sha256(repr(described).encode()).hexdigest()
+        self._lock = threading.Lock()  # of what is kept
+        self._reading = threading.Lock()
+        self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor.
+
+        Raises:
+            StorageError: It cannot be read, or the file is of another version by now.
+        """
+        values = self._find(name)
+        if values is None:
+            with self._reading:  # one reads for all that wait
+                values = self._find(name)
+                if values is None:
+                    values = self._read_from(name)
+        return values
+
+    def _find(self, name: str) -> np.ndarray | None:
+        with self._lock:
+            if name in self._kept:
+                self._kept.move_to_end(name)
+            return self._kept.get(name)
+
+    def _read_from(self, name: str) -> np.ndarray:
+        """Return a tensor, and keep those that are read with it, in one opening."""
+        entries = self._together[name]
+        stored = {entry.name: np.empty(entry.nbytes, np.uint8) for entry in entries}
+        with opened(self.path) as (storage, _):
+            self.check(self._seen(storage), self._version)
+            buffers = [part.data for part in stored.values() if part.size]
+            if buffers:
+                storage.read_into(self.file, entries[0].start, buffers)
+        read = {e.name: stored[e.name].view(e.dtype.numpy).reshape(e.shape) for e in entries}
+        with self._lock:
+            self._kept |= read
+            self._kept.move_to_end(name)
+            while len(self._kept) > 1 and sum(v.nbytes for v in self._kept.values()) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return read[name]
+
+    def check(self, seen: str, merged: str | None) -> None:
+        """Raises if a version is not the one that was merged, as far as that is known."""
+        if merged not in (None, seen):
+            raise StorageError(
+                "the adapter is not the one that was merged: it was changed or replaced since",
+                file=self.file,
+                expected=merged,
+                found=seen,
+                hint="Merge it again, and load when nothing writes to it.",
+            )
+
+    def _seen(self, storage: Storage) -> str:
+        """Return what tells the version of the tensors that a storage has."""
+        size = storage.size(self.file)
+        data = min((entry.start for entry in self.entries.values()), default=0)
+        header = read_range(storage, self.file, 0, min(data, size))
+        content = storage.content_key(self.file) or storage.modified_seconds(self.file)
+        return f"{size:,} bytes, header {hashlib.sha256(header).hexdigest()[:16]}, of {content}"
+
+
+def _parts(entries: dict[str, TensorEntry]) -> dict[str, list[TensorEntry]]:
+    """Return for each tensor those that are read with it, in the order of the file."""
+    parts: list[list[TensorEntry]] = []
+    for entry in sorted(entries.values(), key=lambda entry: entry.start):
+        part = parts[-1] if parts else []
+        follows = part and part[-1].stop == entry.start
+        if follows and entry.stop - part[0].start <= min(_PART_BYTES, _KEPT_BYTES):
+            part.append(entry)
+        else:
+            parts.append([entry])
+    return {entry.name: part for part in parts for entry in part}
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[tuple[Storage, str]]:
+    """Opens the storage of an adapter; says of a file that is not there where adapters are."""
+    storage, folder = open_storage(path)
+    with storage:
+        try:
+            yield storage, folder
+        except CheckpointNotFoundError as error:
+            inside = [
+                name for name in storage.folders(folder)[:_MOST_LISTED]
+                if storage.is_file(join(join(folder, name), CONFIG_FILE))
+            ]  # fmt: skip
+            if not inside:
+                raise
+            raise CheckpointNotFoundError(
+                "no adapter in the folder itself",
+                file=folder,
+                expected=f"{CONFIG_FILE} and {WEIGHTS_FILE}",
+                found=f"adapters in {listed(map(repr, inside), 5)}",
+                hint=f"Give the path of one, such as {join(os.fspath(path), inside[0])}",
+            ) from error
+
+
+def read_config(storage: Storage, folder: str) -> dict[str, Any]:
+    """Return the `adapter_config.json` of a folder."""
+    file = join(folder, CONFIG_FILE)
+    try:
+        config = json.loads(read_file(storage, file, "an adapter's configuration"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"cannot read an adapter's configuration: {error}", file=file) from error
+    if not isinstance(config, dict):
+        raise FormatError("an adapter's configuration is not a JSON object", file=file)
+    return config

@@ -1,0 +1,187 @@
+"""Files of adapters: nothing stays open, other versions are refused, `hf://`, sub-folders."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import time
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from checkpoints import assert_same_bits
+from remote_checks import descriptors, hub_in_use, threads
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.lora import adapter_files
+from orbax_safetensors_layout.mapping import fingerprint
+
+LAYERS = [f"model.layers.{i}.q_proj" for i in range(6)]
+WEIGHTS = {
+    f"{name}.weight": np.random.default_rng(i).standard_normal((64, 32)).astype(np.float32)
+    for i, name in enumerate(LAYERS)
+}
+
+
+def factors(layers=LAYERS, seed=7):
+    random = np.random.default_rng(seed)
+    shapes = {"lora_A": (2, 32), "lora_B": (64, 2)}
+    return {
+        f"{name}.{part}.weight": random.standard_normal(shape).astype(np.float32)
+        for name in layers
+        for part, shape in shapes.items()
+    }
+
+
+def adapter(folder, lora, **config):
+    """A folder as PEFT writes it."""
+    os.makedirs(folder, exist_ok=True)
+    full = {f"base_model.model.{name}": value for name, value in lora.items()}
+    safetensors.numpy.save_file(full, f"{folder}/adapter_model.safetensors")
+    with open(f"{folder}/adapter_config.json", "w") as file:
+        json.dump({"peft_type": "LORA", "r": 2, "lora_alpha": 3, **config}, file)
+    return str(folder)
+
+
+def assert_merged(loaded, lora):
+    assert loaded.keys() == WEIGHTS.keys()
+    for name, weight in WEIGHTS.items():
+        a, b = (lora[name.replace("weight", f"lora_{x}.weight")].astype(np.float64) for x in "AB")
+        assert_same_bits(np.asarray(loaded[name]), weight + (b @ a * 1.5).astype(np.float32))
+
+
+@pytest.fixture
+def base(tmp_path):
+    osl.save(tmp_path / "base", WEIGHTS)
+    return str(tmp_path / "base")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with hub_in_use(monkeypatch, tmp_path) as hub:
+        yield hub
+
+
+@pytest.mark.parametrize("place", ["local", "hub"])
+def test_a_merged_mapping_holds_nothing_open(tmp_path, base, place, request):
+    lora = factors()
+    path = adapter(tmp_path / "lora" / "it", lora)
+    if place == "hub":  # which closes only when nobody is connected any more
+        request.getfixturevalue("hub").add("org/lora", tmp_path / "lora")
+        path = "hf://org/lora/it"
+        osl.peft.config(path)  # the session of huggingface_hub stays
+    osl.load(base)
+    gc.collect()
+    before = descriptors(), threads()
+    mapping = osl.peft.merge(None, path, base=base)
+    assert_comes_back(before)
+    for _ in range(2):
+        assert_merged(osl.load(base, mapping=mapping), lora)
+        assert_comes_back(before)
+
+
+def assert_comes_back(before):
+    """As many descriptors and threads as before, once a server of this process has noticed."""
+    deadline = time.monotonic() + 5
+    while descriptors() > before[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert descriptors() <= before[0]
+    assert threads() == before[1]
+
+
+def test_a_load_opens_an_adapter_once(tmp_path, base, monkeypatch):
+    opened = []
+    own = adapter_files.open_storage
+    monkeypatch.setattr(
+        adapter_files, "open_storage", lambda path: opened.append(path) or own(path)
+    )
+    mapping = osl.peft.merge(None, adapter(tmp_path / "lora", factors()), base=base)
+    opened.clear()
+    for _ in range(2):
+        assert_merged(osl.load(base, mapping=mapping), factors())
+    assert len(opened) == 1
+
+
+def test_an_adapter_of_any_size_takes_bounded_memory(tmp_path, base, monkeypatch):
+    """Tensors beyond the bound are read again, and not kept."""
+    monkeypatch.setattr(adapter_files, "_KEPT_BYTES", 2048)
+    lora = factors()
+    mapping = osl.peft.merge(None, adapter(tmp_path / "lora", lora), base=base)
+    (overlay,) = {rule.expr.overlay for rule in mapping.rules}
+    for _ in range(2):
+        assert_merged(osl.load(base, mapping=mapping), lora)
+        assert 0 < sum(value.nbytes for value in overlay._files._kept.values()) <= 2048
+
+
+@pytest.mark.parametrize("how", ["values", "time", "removed", "hub"])
+def test_another_version_than_the_one_that_was_merged_is_refused(tmp_path, base, how, request):
+    path = adapter(tmp_path / "lora", factors())
+    weights = f"{path}/adapter_model.safetensors"
+    place = path
+    if how == "hub":
+        hub = request.getfixturevalue("hub")
+        hub.add("org/lora", tmp_path / "lora")
+        place = "hf://org/lora"
+    mapping = osl.peft.merge(None, place, base=base)
+    if how == "values":
+        adapter(path, factors(seed=8))
+    elif how == "time":
+        os.utime(weights, (1, 1))
+    elif how == "removed":
+        os.remove(weights)
+    else:
+        adapter(tmp_path / "new", factors(seed=8))
+        hub.add("org/lora", tmp_path / "new")
+    with pytest.raises(osl.SafetensorsLayoutError) as error:
+        osl.load(base, mapping=mapping)
+    assert "adapter_model.safetensors" in str(error.value)
+    assert "no such file" in str(error.value) or "Merge it again" in str(error.value)
+    if how != "removed":
+        assert_merged(
+            osl.load(base, mapping=osl.peft.merge(None, place, base=base)),
+            factors(seed=7 if how == "time" else 8),
+        )
+
+
+def test_a_merged_mapping_is_pickled_with_the_version_that_it_merged(tmp_path, base, monkeypatch):
+    lora = factors()
+    adapter(tmp_path / "lora", lora)
+    monkeypatch.chdir(tmp_path)
+    mapping = osl.peft.merge(None, "lora", base=base)
+    stored = pickle.dumps(mapping)
+    os.makedirs("elsewhere")
+    monkeypatch.chdir("elsewhere")
+    again = pickle.loads(stored)
+    assert fingerprint(again) == fingerprint(mapping)
+    assert_merged(osl.load(base, mapping=again), lora)
+    adapter(tmp_path / "lora", factors(seed=8))
+    assert fingerprint(osl.peft.merge(None, tmp_path / "lora", base=base)) != fingerprint(mapping)
+    with pytest.raises(osl.StorageError, match="Merge it again"):
+        pickle.loads(stored)
+
+
+@pytest.mark.parametrize("place", ["local", "hub"])
+def test_adapters_in_folders_of_one_are_taken_by_their_paths(tmp_path, base, place, request):
+    """As PEFT saves those that have names of their own."""
+    root = tmp_path / "adapters"
+    all_of = {name: factors(seed=seed) for seed, name in enumerate(("one", "two"))}
+    for name, lora in all_of.items():
+        adapter(root / name, lora)
+    path = str(root)
+    if place == "hub":
+        request.getfixturevalue("hub").add("org/lora", root)
+        path = "hf://org/lora@main"
+    for name, lora in all_of.items():
+        loaded = osl.peft.load(f"{path}/{name}")
+        assert loaded.keys() == lora.keys()
+        for tensor, value in lora.items():
+            assert_same_bits(loaded[tensor], value)
+        assert osl.peft.config(f"{path}/{name}")["r"] == 2
+        mapping = osl.peft.merge(None, f"{path}/{name}", base=base)
+        assert_merged(osl.load(base, mapping=mapping), lora)
+    for call in (osl.peft.load, osl.peft.config, lambda p: osl.peft.merge(None, p, base=base)):
+        with pytest.raises(osl.CheckpointNotFoundError, match="'one', 'two'") as error:
+            call(path)
+        assert f"{path}/one" in str(error.value)
