@@ -247,6 +247,18 @@ def test_tests_import_from_a_face_what_it_exports():
     assert not past, "\n".join(past)
 
 
+def test_tests_import_nothing_private():
+    private = [
+        f"{path.name} (line {node.lineno}) imports {alias.name} from {node.module}"
+        for path in sorted(Path(__file__).parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert not private, "\n".join(private)
+
+
 def test_faces_offer_what_exists():
     """Nothing is known of a lazy name before it is asked for."""
     names = [

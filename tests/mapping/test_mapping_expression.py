@@ -221,7 +221,7 @@ def test_a_shape_that_does_not_fit_names_the_expression_and_the_tensor():
     [
         (lambda: X.slice(0, 0, 1, 0), "step cannot be 0"),
         (lambda: X.pad(0, -1, 0), "must not be negative"),
-        (lambda: X.repeat(0, 0), "less than once"),
+        (lambda: X.repeat(0, 0), "at least 1, not 0"),
         (lambda: X.cast("float17"), "'float17' is not a dtype"),
         (lambda: X.rearrange("a -> a", d=3), "has no d"),
         (lambda: tensor("a.{"), "a wildcard is written as"),

@@ -165,7 +165,7 @@ def _check_plain(
     if (is_small and is_weight) or (is_weight and last != "weight" and entry.dtype.code == "I32"):
         plain = name.removesuffix(last) + "weight"
         weight = FoundWeight(plain, plain, entries, settings, "float32", lambda _: b"")
-        raise weight.error(f"no scheme that is known has {name!r} in {entry.dtype.code}")
+        raise weight.error(f"no known scheme has {name!r} in {entry.dtype.code}")
 
 
 def _mapping(entries: Dict[str, TensorEntry], weights: Dict[str, _DecodedWeight]) -> Mapping:

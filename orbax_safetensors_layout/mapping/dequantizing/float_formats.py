@@ -25,7 +25,9 @@ def group_extents(weight: FoundWeight, part: str) -> tuple[tuple[int, ...], tupl
     if scale in (rows, (*rows, 1)):
         return (*rows, 1), (*[1] * len(rows), shape[-1])
     if len(shape) < 2 or len(scale) != len(shape):
-        raise weight.error(f"scales of shape {list(scale)} for values of shape {list(shape)}")
+        raise weight.error(
+            f"scales of shape {list(scale)} do not fit values of shape {list(shape)}"
+        )
     block = weight.settings.block()
     free = shape[:-2]
     if scale == (*free, *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True))):
@@ -34,8 +36,8 @@ def group_extents(weight: FoundWeight, part: str) -> tuple[tuple[int, ...], tupl
     if scale[:-1] == rows and group and scale[-1] * group == shape[-1]:
         return scale, (*[1] * len(rows), group)
     raise weight.error(
-        f"scales of shape {list(scale)} are neither of the tensor, of its rows, of groups nor of"
-        f" blocks of {block} of values of shape {list(shape)}"
+        f"scales of shape {list(scale)} do not fit values of shape {list(shape)}, neither one for"
+        f" the tensor, for each row or group, nor for each block of {block}"
     )
 
 
@@ -62,7 +64,10 @@ def _nvfp4(part: str, role: str, beside: str) -> Callable[[FoundWeight], Expr]:
         *rows, packed = weight.shape(part)
         *others, groups = weight.shape("_scale") or (0,)
         if others != rows or not groups or packed * 2 % groups:
-            raise weight.error(f"scales of shape {list(weight.shape('_scale'))}")
+            raise weight.error(
+                f"scales of shape {list(weight.shape('_scale'))} do not fit {packed * 2} values in"
+                f" each of {rows} rows"
+            )
         values = unpacked(weight.expr(part), 4, len(rows), packed * 2)
         block = (*[1] * len(rows), packed * 2 // groups)
         operands = {"scale": weight.expr("_scale"), role: weight.single(beside)}

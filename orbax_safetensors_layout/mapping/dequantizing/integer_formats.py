@@ -33,7 +33,9 @@ def _packed(weight: FoundWeight) -> Expr:
     *rows, words = weight.shape("_packed")
     *others, groups = weight.shape("_scale") or (0,)
     if others != rows and weight.shape("_scale") != (1,):
-        raise weight.error(f"scales of shape {list(weight.shape('_scale'))}")
+        raise weight.error(
+            f"scales of shape {list(weight.shape('_scale'))} do not fit {rows} rows of values"
+        )
     columns, bits = _columns_and_bits(weight, words, groups)
     group = -(-columns // max(1, groups))
     index, zero = weight.maybe("_g_idx"), weight.maybe("_zero_point")

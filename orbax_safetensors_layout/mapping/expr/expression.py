@@ -82,7 +82,7 @@ class Expr(abc.ABC):
         """Each index of an axis `n` times, as `numpy.repeat`; saving takes the first of each."""
         axis, n = integers((axis, n), "repeat")
         if n < 1:
-            raise MappingError(f"repeat: {n} is less than once")
+            raise MappingError(f"repeat: the count must be at least 1, not {n}")
         return Apply(self, ops.Repeat(axis, n))
 
     def cast(self, dtype: Any, *, lossy_inverse: bool = False) -> Expr:

@@ -199,7 +199,7 @@ def dequantize_block(
     """
     sizes = integers(block, "dequantize_block(block=...)")
     if not sizes or min(sizes) < 1:
-        raise MappingError(f"dequantize_block: {block} is not a block")
+        raise MappingError(f"dequantize_block: block must be positive integers, not {block}")
     return _decoded("dequantize_block", (weight, scale), BlockScale(sizes, as_dtype(dtype)))
 
 
@@ -233,7 +233,7 @@ def dequantize_int4(packed: Expr, scale: Expr, group: int = 32, dtype: Any = "bf
     """
     group = integer(group, "dequantize_int4(group=...)")
     if group < 1:
-        raise MappingError(f"dequantize_int4: {group} is not a group size")
+        raise MappingError(f"dequantize_int4: group must be a positive integer, not {group}")
     return _decoded("dequantize_int4", (packed, scale), Int4((group,), as_dtype(dtype)))
 
 
