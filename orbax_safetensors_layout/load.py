@@ -257,6 +257,7 @@ class _PlannedLoad(NamedTuple):
     steps: list[ExchangeStep]
     plans: list[ReadPlan]
     reader: ArrayReader
+    merged: tuple[str, ...] = ()  # digests of adapters
 
 
 def _plan(
@@ -297,7 +298,7 @@ def _plan(
         )
         for step in steps
     ]
-    return _PlannedLoad(tree, leaves, steps, plans, reader)
+    return _PlannedLoad(tree, leaves, steps, plans, reader, mapping.merged if mapping else ())
 
 
 def _abstract_tree(
@@ -330,9 +331,9 @@ def _abstract_tree(
 def _read(
     planned: _PlannedLoad, options: ReadOptions, group: ProcessGroup
 ) -> tuple[Any, ReadStats]:
-    tree, leaves, steps, plans, reader = planned
+    tree, leaves, steps, plans, reader, merged = planned
     values = LeafBuilder(leaves)
-    agreed = fingerprint_of(steps, leaves, options, reader.storage.kind)
+    agreed = fingerprint_of(steps, leaves, options, reader.storage.kind, merged)
     exchanged = any(step.stage for step in steps)
     if exchanged:
         group.barrier(PLANNING, agree=agreed)

@@ -50,7 +50,7 @@ class AdapterFiles:
         file: That of the tensors.
         config: The configuration.
         entries: The tensors, by name.
-        digest: Equal for equal versions, in every process.
+        digest: Equal for equal versions, in every process, wherever they are.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -61,9 +61,11 @@ class AdapterFiles:
             catalog = Catalog.open(self.file, storage=storage)
             self.entries: dict[str, TensorEntry] = catalog.entries(catalog.names)
             self._together = _parts(self.entries)
-            self._version = self._seen(storage)
-        described = [*sorted(self.config.items()), *self.entries.values(), self._version]
+            content, self._written = self._seen(storage)
+        shapes = [(e.name, e.dtype, e.shape, e.start) for e in self.entries.values()]
+        described = [sorted(self.config.items()), shapes, content]
         self.digest = hashlib.sha256(repr(described).encode()).hexdigest()
+        self._content = content
         self._lock = threading.Lock()  # of what is kept
         self._reading = threading.Lock()
         self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
@@ -93,7 +95,8 @@ class AdapterFiles:
         entries = self._together[name]
         stored = {entry.name: np.empty(entry.nbytes, np.uint8) for entry in entries}
         with opened(self.path) as (storage, _):
-            self.check(self._seen(storage), self._version)
+            content, written = self._seen(storage)
+            self.check(f"{content}, of {written}", f"{self._content}, of {self._written}")
             buffers = [part.data for part in stored.values() if part.size]
             if buffers:
                 storage.read_into(self.file, entries[0].start, buffers)
@@ -116,13 +119,13 @@ class AdapterFiles:
                 hint="Merge it again, and load when nothing writes to it.",
             )
 
-    def _seen(self, storage: Storage) -> str:
-        """Return what tells the version of the tensors that a storage has."""
-        size = storage.size(self.file)
-        data = min((entry.start for entry in self.entries.values()), default=0)
-        header = read_range(storage, self.file, 0, min(data, size))
-        content = storage.content_key(self.file) or storage.modified_seconds(self.file)
-        return f"{size:,} bytes, header {hashlib.sha256(header).hexdigest()[:16]}, of {content}"
+    def _seen(self, storage: Storage) -> tuple[str, float | None]:
+        """Return what tells the tensors that a storage has from others, and when it got them."""
+        size, key = storage.size(self.file), storage.content_key(self.file)
+        header = min((entry.start for entry in self.entries.values()), default=0)
+        start = read_range(storage, self.file, 0, min(header + (0 if key else MIB), size))
+        content = f"{size:,} bytes, {hashlib.sha256(start).hexdigest()[:16]}, {key}"
+        return content, None if key else storage.modified_seconds(self.file)
 
 
 def _parts(entries: dict[str, TensorEntry]) -> dict[str, list[TensorEntry]]:

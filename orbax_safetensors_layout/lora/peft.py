@@ -136,6 +136,7 @@ def merge(
         mapping = Mapping([rule(name, tensor(name)) for name in names])
     merged = copy.copy(mapping)
     merged.rules, taken = overlaid(mapping.rules, folder)
+    merged.merged = *mapping.merged, folder.digest
     lost = [name for name in folder.names if name not in taken]
     if lost:
         patterns = [name for rule in mapping.rules for name in rule.patterns()]

@@ -59,6 +59,7 @@ class PeftFolder:
     ) -> None:
         self._files = files = AdapterFiles(path)
         self.path, self.file, self.config = files.path, files.file, files.config
+        self.digest = files.digest
         self._how = rename, transposed
         self._transposed = [compile_pattern(pattern) for pattern in transposed]
         files.check(files.digest, digest)
@@ -70,7 +71,7 @@ class PeftFolder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Equal adapters are equal mappings, in every process."""
-        return type(self), (self.path, *self._how, self._files.digest)
+        return type(self), (self.path, *self._how, self.digest)
 
     @property
     def names(self) -> tuple[str, ...]:

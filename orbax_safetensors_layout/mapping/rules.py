@@ -66,6 +66,7 @@ class Mapping:
 
     Attributes:
         files: The names, shapes and dtypes of the tensors that are saved, if known; see `like`.
+        merged: Digests of the adapters that are merged into it.
 
     Example:
         >>> from orbax_safetensors_layout.mapping import rule, stack, tensor
@@ -92,6 +93,7 @@ class Mapping:
                     "Mapping takes a list of rules", expected="osl.rule(...)", found=repr(item)
                 )
         self.files: TensorSpecs | None = None
+        self.merged: tuple[str, ...] = ()
         self.ignore, ignored = _compiled("Mapping(ignore=...)", ignore)
         self.strict = strict
         self._unsaved, _ = _compiled("Mapping(unsaved=...)", unsaved)

@@ -203,9 +203,13 @@ def fingerprint_of(
     leaves: Sequence[ResolvedLeaf],
     options: ReadOptions,
     storage: str,
+    merged: Sequence[str] = (),
 ) -> Fingerprint:
-    """Return a digest of the plan, equal on all processes before anything is exchanged."""
-    digest = hashlib.sha256()
+    """Return a digest of the plan, equal on all processes before anything is exchanged.
+
+    `merged` are digests of the adapters that leaves have in them.
+    """
+    digest = hashlib.sha256(repr([*merged]).encode())
     numbers: dict[int, int] = {}
 
     def add(value: object) -> None:
@@ -233,11 +237,13 @@ def fingerprint_of(
         "bandwidth_bytes_per_second": f"{profile.bandwidth_bytes_per_second:g}",
         "shared_bandwidth_bytes_per_second": f"{profile.shared_bytes_per_second:g}",
         "concurrency": str(profile.streams),
+        "merged adapters": " ".join(name[:16] for name in merged),
     }
     return Fingerprint(
         digest.hexdigest(),
         f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas, in {len(steps)} steps",
-        "All processes must load the same tree from the same checkpoint, with the same options.",
+        "All processes must load the same tree from the same checkpoint, with the same options and"
+        " the same adapters merged.",
         [f"{name}={value}" for name, value in assumptions.items()],
     )
 

@@ -156,6 +156,8 @@ def test_a_merged_mapping_is_pickled_with_the_version_that_it_merged(tmp_path, b
     again = pickle.loads(stored)
     assert fingerprint(again) == fingerprint(mapping)
     assert_merged(osl.load(base, mapping=again), lora)
+    elsewhere = osl.peft.merge(None, adapter(tmp_path / "copy", lora), base=base)
+    assert elsewhere.merged == mapping.merged
     adapter(tmp_path / "lora", factors(seed=8))
     assert fingerprint(osl.peft.merge(None, tmp_path / "lora", base=base)) != fingerprint(mapping)
     with pytest.raises(osl.StorageError, match="Merge it again"):
