@@ -164,10 +164,7 @@ def convert(
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(save_group(target, options, "convert"))
         stack.enter_context(frozen_heap())
-        text = os.fsdecode(source)
-        is_local = text and "://" not in text
-        path = os.path.abspath(os.path.expanduser(text)) if is_local else text
-        ref = resolve_checkpoint(path, step=step, item=item)
+        ref = resolve_checkpoint(source, step=step, item=item)
         reading = ReadOptions(
             memory_budget_bytes=options.memory_budget_bytes,
             cache=options.cache,
@@ -178,8 +175,7 @@ def convert(
         kind = format or ("orbax" if reader.kind == "hf" else "hf")
         folder, target_item = _target_path(target), None
         if step is not None and kind == "orbax":  # the target is a step, too
-            step_folder = ref.path if ref.item is None else os.path.dirname(ref.path)
-            folder = os.path.join(folder, os.path.basename(step_folder))
+            folder = os.path.join(folder, os.path.basename(ref.step_folder))
             target_item = ref.item or "default"
         _check_apart(ref.path, folder)
         tree = rerooted(reader.tree, subtree)
@@ -187,6 +183,12 @@ def convert(
         if not jax.tree.leaves(tree):
             raise CheckpointNotFoundError("the source has no leaves to convert", file=ref.path)
         inverts = False
+        if inverse is not None and mapping is None:
+            raise InvalidArgumentError(
+                "inverse says which side of a mapping the source is, and there is no mapping",
+                file=ref.path,
+                found=f"inverse={inverse!r}",
+            )
         if dequantize is not None:
             if mapping is not None or reader.kind != "hf":
                 raise InvalidArgumentError(
@@ -199,6 +201,8 @@ def convert(
             inverts = kind == "hf" and reader.kind != "hf" if inverse is None else inverse
             target_tree = mapped_tree(tree, mapping, inverse=inverts)
         topology = _topology(mesh, spec, processes)
+        if kind == "orbax" and config is not None and mapping is None:
+            logging.warning("Format 'orbax' has no files beside its own: config does not count.")
         if kind == "hf" and topology is not None:
             logging.warning("Format 'hf' has whole tensors: mesh, spec and processes do not count.")
             topology = None

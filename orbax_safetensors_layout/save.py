@@ -25,7 +25,7 @@ from orbax_safetensors_layout.runtime import (
     progress_callback,
 )
 from orbax_safetensors_layout.sharding import ProcessShards
-from orbax_safetensors_layout.storage import Storage, open_storage
+from orbax_safetensors_layout.storage import Storage, local_path, open_storage
 from orbax_safetensors_layout.writing import (
     CheckpointFolder,
     HostValues,
@@ -126,8 +126,8 @@ def save_group(
     count = jax.process_count()
     store = DistributedStore.connect() if count > 1 else None
     name = redact_urls(os.fsdecode(path))
-    if "://" not in name and "\0" not in name:
-        name = os.path.realpath(os.path.expanduser(name))
+    if "\0" not in name and (local := local_path(name)) is not None:
+        name = os.path.realpath(local)
     return ProcessGroup(
         name, jax.process_index(), count, store, options.timeout_seconds, purpose=purpose
     )

@@ -37,6 +37,7 @@ from orbax_safetensors_layout.storage import (
     Storage,
     check_path,
     join,
+    local_path,
     open_storage,
     read_file,
 )
@@ -100,6 +101,11 @@ class CheckpointRef(NamedTuple):
     is_orbax: bool
     item: str | None
 
+    @property
+    def step_folder(self) -> str:
+        """The folder of the step, where there is one: that of the tree, or of its item."""
+        return self.path if self.item is None else os.path.dirname(self.path)
+
 
 def resolve_checkpoint(
     path: str | os.PathLike[str], *, step: int | None = None, item: str | None = None
@@ -108,7 +114,8 @@ def resolve_checkpoint(
 
     The item is by default the only one, or else the usual one.
     """
-    check_path(text := os.path.expanduser(os.fsdecode(path)))
+    check_path(text := os.fsdecode(path))
+    text = local_path(text) or text
     with LocalStorage() as storage:
         if step is not None:
             text = _step_folder(storage, text, step)

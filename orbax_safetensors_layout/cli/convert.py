@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from typing import Any
 
+from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
 from orbax_safetensors_layout.runtime import size_text
 
@@ -128,10 +130,16 @@ def _mapping(parsed: argparse.Namespace) -> Any:
 
 
 def _resume(parsed: argparse.Namespace) -> str:
-    from orbax_safetensors_layout.storage import partial_folder
+    from orbax_safetensors_layout.catalog import resolve_checkpoint
+    from orbax_safetensors_layout.storage import local_path, partial_folder
 
-    target = os.path.realpath(os.path.expanduser(parsed.target))
-    for path in (target, os.path.join(target, str(parsed.step))):
+    target = os.path.realpath(local_path(parsed.target) or parsed.target)
+    places = [target]
+    if parsed.step is not None:
+        with contextlib.suppress(SafetensorsLayoutError):
+            ref = resolve_checkpoint(parsed.source, step=parsed.step, item=parsed.item)
+            places.append(os.path.join(target, os.path.basename(ref.step_folder)))
+    for path in places:
         folder = partial_folder(path, "convert")
         if os.path.isdir(folder):
             return (

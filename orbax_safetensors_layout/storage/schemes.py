@@ -58,6 +58,18 @@ def check_path(text: str) -> None:
         raise StorageError(problem, file=repr(text), expected="a local path or a URL")
 
 
+def local_path(path: str | os.PathLike[str]) -> str | None:
+    """Return the absolute path of a local file or folder, given as such or as `file://`, or None.
+
+    >>> local_path("file:///models/a%20b/"), local_path("gs://bucket/model")
+    ('/models/a b', None)
+    """
+    text = os.fsdecode(path)
+    if text.startswith("file://"):
+        return os.path.abspath(urllib.parse.unquote(text.removeprefix("file://")))
+    return None if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
 def _open_local(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
     scheme, _, rest = text.partition(":/")
     if rest and f"{scheme}://" in OPENERS and not os.path.lexists(text):
@@ -72,7 +84,7 @@ def _open_local(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
 
 
 def _open_file(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
-    return LocalStorage(), os.path.abspath(urllib.parse.unquote(text.removeprefix("file://")))
+    return LocalStorage(), local_path(text) or text
 
 
 def _open_web(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:

@@ -19,6 +19,24 @@ from orbax_safetensors_layout.runtime import ProcessGroup
 from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
 
 _SIDECAR_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+_SIDECAR_NAMES = (  # that are asked for where a folder cannot be listed
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "hf_quant_config.json",
+)
 
 
 def appearance_rank(name: str) -> int | None:
@@ -131,7 +149,10 @@ def read_sidecar_files(
         if storage.is_file(folder):
             files = {os.path.basename(folder): folder}
         else:
-            files = {name: join(folder, name) for name in storage.list(folder)}
+            names = {*storage.list(folder)}
+            if not storage.lists:
+                names |= storage.existing(folder, _SIDECAR_NAMES)
+            files = {name: join(folder, name) for name in sorted(names)}
         data = {
             name: read_range(storage, file, 0, storage.size(file))
             for name, file in files.items()

@@ -78,6 +78,17 @@ def test_misuse(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["hf"]
 
 
+def test_an_interrupted_step_is_found_whatever_its_folder_is_called(tmp_path):
+    weights = {f"w{n}": random_tensor((64, 64), np.float32, n) for n in range(8)}
+    save(tmp_path / "run" / "step_0007", weights)
+    arguments = ["convert", "run", "to", "--step", "7", "--format", "orbax"]
+    arguments += ["--memory-budget-bytes", "256KiB"]
+    done = run(*arguments, program="cli_convert_interrupted.py", cwd=tmp_path)
+    assert done.returncode == 130, done.stderr
+    (left,) = (tmp_path / "to").iterdir()
+    assert f"The files written so far stay in {left};" in done.stderr
+
+
 def test_interrupted_and_continued(tmp_path):
     weights = {f"w{n}": random_tensor((64, 64), np.float32, n) for n in range(8)}
     save(tmp_path / "hf", weights)

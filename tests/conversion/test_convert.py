@@ -21,6 +21,7 @@ import pytest
 import safetensors.numpy
 import tensorstore as ts
 from checkpoints import assert_same_bits, llama_like, random_tensor, save
+from http_server import file_server
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
 from orbax_calls import restore_standard, save_pytree, save_standard
@@ -721,3 +722,30 @@ def test_what_is_in_the_way_of_the_conversions_folders_is_named(tmp_path, form, 
     (workspace / name).touch()
     with pytest.raises(osl.StorageError, match=rf"cannot make the folder.*{name}"):
         osl.convert(tmp_path / "source", tmp_path / "to", format=form)
+
+
+def test_side_files_come_from_a_web_server_too(tmp_path):
+    """It lists no folder, so the names that Hugging Face uses are asked for."""
+    source = save(tmp_path / "model", {"w": np.ones((4, 4), np.float32)})
+    side_files = {"config.json": b"{}", "tokenizer.model": b"\0\1", "merges.txt": b"a b"}
+    for name, data in side_files.items():
+        (source / name).write_bytes(data)
+    with file_server(tmp_path) as server:
+        osl.convert(f"{server.url}/files/model", tmp_path / "to", format="hf")
+    for name, data in side_files.items():
+        assert (tmp_path / "to" / name).read_bytes() == data
+
+
+def test_a_direction_without_a_mapping_is_refused(tmp_path, hf):
+    with pytest.raises(osl.InvalidArgumentError, match="there is no mapping"):
+        osl.convert(hf, tmp_path / "to", inverse=True)
+    with pytest.raises(osl.InvalidArgumentError, match="there is no mapping"):
+        osl.convert(hf, tmp_path / "to", dequantize="bfloat16", inverse=True)
+
+
+@pytest.mark.parametrize("below", ["", "/below"])
+def test_source_and_target_are_apart_however_they_are_spelled(hf, below):
+    with pytest.raises(osl.SafetensorsLayoutError, match="the same folder"):
+        osl.convert(f"file://{hf}", f"{hf}{below}", format="sharded", overwrite=True)
+    with pytest.raises(osl.SafetensorsLayoutError, match="the same folder"):
+        osl.convert(hf, f"file://{hf}{below}", format="sharded", overwrite=True)
