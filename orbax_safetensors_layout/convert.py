@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 from absl import logging
 
-from orbax_safetensors_layout.adapters import OrbaxTarget, open_reader
+from orbax_safetensors_layout.adapters import open_reader
 from orbax_safetensors_layout.catalog import (
     holds_checkpoint,
     is_orbax_checkpoint,
@@ -211,6 +211,8 @@ def convert(
         planned: Target
         sidecar_files: dict[str, bytes] = {}
         if kind == "orbax":
+            from orbax_safetensors_layout.adapters import OrbaxTarget  # imports Orbax
+
             planned = OrbaxTarget(
                 target_tree,
                 reader,

@@ -8,8 +8,9 @@ from orbax_safetensors_layout.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .layout import SafetensorsLayout, install, uninstall
-    from .orbax_format.orbax_reader import OrbaxReader, open_reader
+    from .orbax_format.orbax_reader import OrbaxReader
     from .orbax_format.orbax_target import OrbaxTarget
+    from .readers import open_reader
     from .registries import context, handler_registry
     from .settings import using
     from .v0 import SafetensorsCheckpointHandler, SafetensorsRestore, SafetensorsSave
@@ -19,8 +20,9 @@ __getattr__ = lazy_exports(
     __name__,
     {
         ".layout": "SafetensorsLayout install uninstall",
-        ".orbax_format.orbax_reader": "OrbaxReader open_reader",
+        ".orbax_format.orbax_reader": "OrbaxReader",
         ".orbax_format.orbax_target": "OrbaxTarget",
+        ".readers": "open_reader",
         ".registries": "context handler_registry",
         ".settings": "using",
         ".v0": "SafetensorsCheckpointHandler SafetensorsRestore SafetensorsSave",

@@ -749,3 +749,12 @@ def test_source_and_target_are_apart_however_they_are_spelled(hf, below):
         osl.convert(f"file://{hf}", f"{hf}{below}", format="sharded", overwrite=True)
     with pytest.raises(osl.SafetensorsLayoutError, match="the same folder"):
         osl.convert(hf, f"file://{hf}{below}", format="sharded", overwrite=True)
+
+
+def test_safetensors_to_safetensors_needs_no_orbax(hf, tmp_path):
+    program = (
+        "import sys, orbax_safetensors_layout as osl\n"
+        "osl.convert(sys.argv[1], sys.argv[2], format='sharded')\n"
+        "assert 'orbax.checkpoint' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program, hf, tmp_path / "apart"], check=True)

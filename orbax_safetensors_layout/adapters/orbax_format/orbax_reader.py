@@ -16,17 +16,13 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import tensorstore as ts
 
-from orbax_safetensors_layout.catalog import CheckpointRef
 from orbax_safetensors_layout.conversion import (
-    CheckpointReader,
     ReadableArrays,
-    SafetensorsReader,
     SourceArray,
 )
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
 from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box, cut
-from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.reading import VerifyingReader
 from orbax_safetensors_layout.storage import FULL
@@ -120,15 +116,6 @@ class OrbaxReader:
 
     def close(self) -> None:
         self._stores.clear()
-
-
-def open_reader(
-    ref: CheckpointRef, options: ReadOptions, on_error: Callable[[StorageError], None] | None = None
-) -> CheckpointReader:
-    """Opens a checkpoint: one of safetensors with `options`, one of Orbax with `on_error`."""
-    if ref.is_orbax:
-        return OrbaxReader(ref.path, on_error)
-    return SafetensorsReader(ref.path, options)
 
 
 class _Opening:
