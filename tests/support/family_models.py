@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-import torch
-import transformers
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 DIMS = {
     "vocab_size": 96,
@@ -87,6 +82,9 @@ class Saved(NamedTuple):
 
 def make(name: str, folder, dtype: str = "bfloat16", **more: Any) -> Saved:
     """Builds the model, with `more` in its configuration, and saves it in several files."""
+    import torch
+    import transformers
+
     kind, changes = MODELS[name]
     text = "Text" if kind == "Gemma3" else ""
     config = getattr(transformers, f"{kind}{text}Config")(
@@ -107,6 +105,8 @@ def _saved_buffers(model):
 
 def read(folder) -> dict[str, np.ndarray]:
     """All tensors of a folder, by safetensors itself."""
+    import torch
+    from safetensors.torch import load_file
 
     def array(tensor):
         if tensor.dtype == torch.bfloat16:
@@ -120,6 +120,10 @@ def read(folder) -> dict[str, np.ndarray]:
 
 def copy(source, target, without=(), more=()):
     """A checkpoint in one file, without some tensors and with others; returns the new folder."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
     files = sorted(source.glob("*.safetensors"))
     tensors = {name: t for file in files for name, t in load_file(file).items()}
     kept = {name: t for name, t in tensors.items() if name not in without} | dict(more)
@@ -131,6 +135,8 @@ def copy(source, target, without=(), more=()):
 
 def read_one(folder, name):
     """One tensor, for torch."""
+    from safetensors import safe_open
+
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             if name in opened.keys():  # noqa: SIM118
