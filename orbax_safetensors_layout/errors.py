@@ -35,7 +35,8 @@ import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import Self, TypeVar
 
 T = TypeVar("T")
@@ -197,17 +198,28 @@ class CheckpointNotFoundError(SafetensorsLayoutError, FileNotFoundError):
     """No safetensors checkpoint exists at the given path."""
 
 
-@contextlib.contextmanager
-def explained(note: str, tensor: str) -> Iterator[None]:
+class _Explanation:
+    __slots__ = ("_note", "_tensor")
+
+    def __init__(self, note: str, tensor: str) -> None:
+        self._note = note
+        self._tensor = tensor
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, SafetensorsLayoutError):
+            error.tensor = error.tensor or self._tensor
+        elif error is not None:
+            error.add_note(self._note)
+
+
+def explained(note: str, tensor: str) -> contextlib.AbstractContextManager[None]:
     """Adds the tensor to errors of this package, and a note to all others."""
-    try:
-        yield
-    except SafetensorsLayoutError as error:
-        error.tensor = error.tensor or tensor
-        raise
-    except BaseException as error:
-        error.add_note(note)
-        raise
+    return _Explanation(note, tensor)
 
 
 _URL = re.compile(

@@ -52,14 +52,15 @@ class RegionPlanner:
         # What is converted is cut into slabs, what a block takes is not.
         is_input, scratch = leaf.block is not None, leaf.uses_scratch
         key = (leaf.shape, leaf.stored.code, scratch, is_input, id(leaf.local), pattern)
-        if key not in self._known:
+        known = self._known.get(key)
+        if known is None:
             leaf.check()
             # From each tensor's first byte, the same for all leaves of the pattern.
             reads = [r._replace(start=r.start - starts[r.source]) for r in make(number, leaf)]
-            self._known[key] = (leaf.local, reads)
+            known = self._known[key] = (leaf.local, reads)
         return [
             ByteRegion(number, source, starts[source] + start, at, read, layout, parts)
-            for _, source, start, at, read, layout, parts in self._known[key][1]
+            for _, source, start, at, read, layout, parts in known[1]
         ]
 
     def _several(self, number: int, leaf: LeafRead) -> Iterator[ByteRegion]:
