@@ -332,7 +332,7 @@ def _read(
     planned: _PlannedLoad, options: ReadOptions, group: ProcessGroup
 ) -> tuple[Any, ReadStats]:
     tree, leaves, steps, plans, reader, merged = planned
-    values = LeafBuilder(leaves)
+    values = LeafBuilder(leaves, adopt=reader.adopt)
     agreed = fingerprint_of(steps, leaves, options, reader.storage.kind, merged)
     exchanged = any(step.stage for step in steps)
     if exchanged:

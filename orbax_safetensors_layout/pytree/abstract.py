@@ -206,8 +206,8 @@ def _with_devices(sharding: NamedSharding) -> NamedSharding:
 
 
 def _dtype(name: str, dtype: Any) -> np.dtype | None:
-    if dtype is None:
-        return None
+    if dtype is None or isinstance(dtype, np.dtype):
+        return dtype
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         raise DtypeMismatchError(
             "a safetensors file holds plain numbers, not an extended dtype",

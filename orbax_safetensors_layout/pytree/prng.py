@@ -16,7 +16,9 @@ _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 def is_key(value: Any) -> bool:
     """Whether a value, or its abstract form, is an array of typed keys."""
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    if dtype is None or isinstance(dtype, np.dtype):
+        return False
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def implementation(keys: Any) -> str:

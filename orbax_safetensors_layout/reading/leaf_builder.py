@@ -30,11 +30,16 @@ class _Recipe(NamedTuple):
 
 
 class LeafBuilder:
-    """Builds leaves whose boxes come in any order."""
+    """Builds leaves whose boxes come in any order.
 
-    def __init__(self, leaves: Sequence[ResolvedLeaf]) -> None:
+    Boxes of arrays that adopt them wait for the others of the array, and become one at once.
+    """
+
+    def __init__(self, leaves: Sequence[ResolvedLeaf], *, adopt: bool) -> None:
         self._leaves = leaves
+        self._adopt = adopt
         self._values: list[Any] = [None] * len(leaves)
+        self._parts: dict[int, dict[int, np.ndarray]] = {}  # boxes that wait, of each leaf
         self._shards: dict[int, dict[Any, jax.Array]] = {}  # of arrays that are not complete
         self._put = batched_device_put()
         self._numbers: dict[tuple[Sharding, tuple[int, ...]], dict[Any, int]] = {}
@@ -68,11 +73,15 @@ class LeafBuilder:
         if placement is None:
             self._values[leaf.number] = _host_value(leaf, parts[0])
             return None
-        by_box = dict(zip(boxes, parts, strict=True))
+        by_box = self._parts.pop(leaf.number, {})
+        by_box.update(zip(boxes, parts, strict=True))
         if len(by_box) == len(region.local.boxes):
             array = self._values[leaf.number] = self._array(leaf, placement, by_box)
             wait: Wait = array.block_until_ready
             return wait
+        if self._adopt:
+            self._parts[leaf.number] = by_box
+            return None
         shards = self._on_devices(leaf, placement, by_box)
         self.put(leaf, shards)
         return lambda: [shard.block_until_ready() for shard in shards.values()]
