@@ -201,8 +201,10 @@ def convert(
             inverts = kind == "hf" and reader.kind != "hf" if inverse is None else inverse
             target_tree = mapped_tree(tree, mapping, inverse=inverts)
         topology = _topology(mesh, spec, processes)
-        if kind == "orbax" and config is not None and mapping is None:
-            logging.warning("Format 'orbax' has no files beside its own: config does not count.")
+        if kind == "orbax" and config is not None:
+            logging.warning(
+                "Format 'orbax' has no files beside its own: none of config is put there."
+            )
         if kind == "hf" and topology is not None:
             logging.warning("Format 'hf' has whole tensors: mesh, spec and processes do not count.")
             topology = None

@@ -38,6 +38,23 @@ class AffineView(NamedTuple):
         shift = sum(map(operator.mul, box.start, self.strides))
         return AffineView(self.offset + shift, box.shape, self.strides)
 
+    def box_in(self, shape: Sequence[int]) -> Box | None:
+        """Return the region of a tensor that this is, in its order, unless it is none.
+
+        Dimensions of one index may be missing, or be more than the tensor's. Neither is empty.
+        """
+        axes = zip(self.shape, self.strides, strict=True)
+        lengths = [(n, stride) for n, stride in axes if n > 1]
+        start, stop, offset = [], [], self.offset
+        for size, stride in zip(shape, row_major_strides(shape), strict=True):
+            index, offset = divmod(offset, stride)
+            length = lengths.pop(0)[0] if lengths and size > 1 and lengths[0][1] == stride else 1
+            if not 0 <= index <= size - length:
+                return None
+            start.append(index)
+            stop.append(index + length)
+        return None if lengths or offset else Box(tuple(start), tuple(stop))
+
     @property
     def bounds(self) -> tuple[int, int]:
         """First element and one past the last, of a view that is not empty."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format import short_repr
+from orbax_safetensors_layout.format import TensorEntry, short_repr
 from orbax_safetensors_layout.geometry import Box
 
 from .argument_checks import integers, text
@@ -137,11 +137,25 @@ class TensorSpecs(dict[str, TensorSpec]):
         shapes: Shapes,
         names: Iterable[str] | None = None,
         pieces: Mapping[str, Sequence[tuple[Box, str]]] | None = None,
+        packed: Set[str] = frozenset(),
     ) -> None:
         for name, (shape, dtype) in shapes.items():
             self[name] = TensorSpec(tuple(shape), np.dtype(dtype))
         self.names = self.keys() if names is None else dict.fromkeys(names).keys()
         self.pieces = pieces or {}  # of tensors in pieces their boxes, each with a name for it
+        self.packed = packed  # those whose elements share bytes
+
+    @classmethod
+    def of_entries(
+        cls,
+        entries: Mapping[str, TensorEntry],
+        names: Iterable[str],
+        pieces: Mapping[str, Sequence[tuple[Box, str]]] | None = None,
+    ) -> TensorSpecs:
+        """Return those of tensors of a checkpoint; `names` are all that it has."""
+        shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
+        packed = {name for name, entry in entries.items() if entry.dtype.packed}
+        return cls(shapes, names, pieces, packed)
 
     @classmethod
     def of(cls, shapes: Shapes) -> TensorSpecs:

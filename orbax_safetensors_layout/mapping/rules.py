@@ -138,9 +138,8 @@ class Mapping:
         if not isinstance(checkpoint, str | os.PathLike):
             return TensorSpecs.of(checkpoint)
         with Catalog.open(checkpoint) as catalog:
-            entries = catalog.entries(self.needs(catalog.names, leaves)).values()
-            shapes = {entry.name: (entry.shape, entry.dtype.numpy) for entry in entries}
-            return TensorSpecs(shapes, catalog.names)
+            entries = catalog.entries(self.needs(catalog.names, leaves))
+            return TensorSpecs.of_entries(entries, catalog.names)
 
     def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
         """Return shape and dtype of the leaves that a checkpoint gives, by dotted name."""

@@ -227,8 +227,8 @@ class MappedSource(NamedTuple):
         is_whole = len(affine) + len(fills) == len(pieces) and not _is_factored(affine)
         if is_whole and len(formats) == 1:  # none where pieces are decoded
             ((stored, ops),) = formats
-            # Beside values that are read, fills need whole bytes, and no cast.
-            if not fills or (not stored.packed and dtype == self.dtype):
+            # Elements that share bytes are read where they are; beside fills there is no cast.
+            if not stored.packed and (not fills or dtype == self.dtype):
                 read = self._read(name, self.shape, affine, local, dtype)
                 return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
         blocks = [self._parts(joined, block_bytes) for joined in tiles]
@@ -325,9 +325,13 @@ class MappedSource(NamedTuple):
         pieces = self.bound.pull_back(block.box, factored=True)
         inputs = []
         for piece in affine_pieces(pieces):
+            entry = self.tensors[piece.source]
+            if entry.dtype.packed and (part := piece.view.box_in(entry.shape)):
+                local = AddressableShards.private((part,))
+                inputs.append(LeafRead.plain(entry.name, entry, local, entry.dtype.numpy))
+                continue
             # The piece by itself: its region is an array that begins at index 0.
             region = Box.whole(piece.view.shape)
-            entry = self.tensors[piece.source]
             moved = piece._replace(box=region)
             local = AddressableShards.private((region,))
             inputs.append(self._read(name, region.shape, [moved], local, entry.dtype.numpy))
@@ -383,8 +387,8 @@ def array_sources(
         return {name: StoredSource(entry, in_pieces) for name, entry in entries.items()}
     check_mapping(mapping)
     tensors = StoredTensors(catalog.entries(mapping.needs(catalog.names, names)), catalog)
-    shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in tensors.entries.items()}
-    bound = mapping.bind(TensorSpecs(shapes, catalog.names, tensors.pieces), names)
+    specs = TensorSpecs.of_entries(tensors.entries, catalog.names, tensors.pieces)
+    bound = mapping.bind(specs, names)
     return {name: MappedSource(expr, tensors) for name, expr in bound.expressions.items()}
 
 

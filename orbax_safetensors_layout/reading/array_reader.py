@@ -153,7 +153,7 @@ class _Materializer:
         def read(piece: AffinePiece) -> np.ndarray:
             values = arrays.pop(next(in_order))
             check_booleans([values], region.source.file, region.name)
-            return values
+            return values.reshape(piece.view.shape)
 
         boxes = self._boxes.setdefault(number, {})
         places: list[tuple[Box, np.ndarray]] = []

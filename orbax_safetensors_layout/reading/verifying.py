@@ -82,17 +82,19 @@ class VerifyingReader:
                 file=join(self._folder, DIGESTS),
                 hint="They were added after the save; load without verify=True.",
             )
-        damaged = []
+        damaged, cached = [], False
         for name in (name for name in names if name in self._digests):
-            value = file_crc32(self._storage, join(self._folder, name), read.get(name, ()))
+            file = join(self._folder, name)
+            value = file_crc32(self._storage, file, read.get(name, ()))
             if value != self._digests[name]:
+                cached |= self._storage.forget(file)
                 damaged.append(f"{name} (CRC-32 {value:08x}, saved with {self._digests[name]:08x})")
         if damaged:
-            raise FormatError(
-                f"files are not what was saved: {listed(damaged)}",
-                file=self._folder,
-                hint="Take another checkpoint; `osl.verify` lists all that is wrong with this one.",
-            )
+            hint = "Take another checkpoint; `osl.verify` lists all that is wrong with this one."
+            if cached:
+                hint = "What the cache held of them is removed: load once more."
+            problem = f"files are not what was saved: {listed(damaged)}"
+            raise FormatError(problem, file=self._folder, hint=hint)
 
     def _name(self, file: str) -> str:
         return file.removeprefix(f"{self._folder}/")

@@ -170,6 +170,10 @@ class Storage(RangeReader, Protocol):
         problem = f"{self.kind}:// paths cannot be written to"
         raise StorageError(problem, file=path, hint=self.save_hint)
 
+    def forget(self, file: str) -> bool:
+        """Drops what a cache holds of a file whose bytes turned out wrong; whether it held any."""
+        return False
+
     def close(self) -> None:
         """Closes all files and connections; the object may not be used afterwards."""
 

@@ -27,6 +27,7 @@ import hashlib
 import itertools
 import os
 import re
+import shutil
 import struct
 import tempfile
 import threading
@@ -110,6 +111,10 @@ class CachedStorage(Storage):
     def check_unchanged(self, file: str) -> None:
         self._storage.check_unchanged(file)
 
+    def forget(self, file: str) -> bool:
+        content = self._storage.content_key(file)
+        return content is not None and self._ranges.forget(content)
+
     def interrupt(self) -> None:
         self._storage.interrupt()
 
@@ -187,6 +192,13 @@ class RangeCache:
                 pass  # somebody removes it in this moment
             except OSError as error:
                 self._stop(error)
+
+    def forget(self, content: str) -> bool:
+        """Removes the ranges of a content; returns whether there were any."""
+        folder = os.path.join(self._root, _hash(content))
+        held = os.path.isdir(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        return held
 
     def get(self, name: str) -> str | None:
         """Return the note of a name, if there is one."""

@@ -17,6 +17,8 @@ from .local import LocalStorage
 
 Opener = Callable[[str, RetryPolicy | None], tuple[Storage, str]]
 
+_MOST_FOLDERS = 500  # each is a call of a function where folders are made or removed
+
 
 def open_storage(
     path: str | os.PathLike[str],
@@ -56,6 +58,10 @@ def check_path(text: str) -> None:
     if not text or "\0" in text:
         problem = "the path is empty, or has a null byte"
         raise StorageError(problem, file=repr(text), expected="a local path or a URL")
+    if text.count("/") > _MOST_FOLDERS:
+        found = f"{text.count('/')} slashes"
+        expected = f"a path of at most {_MOST_FOLDERS}"
+        raise StorageError("the path is too deep", file=text[:80], expected=expected, found=found)
 
 
 def local_path(path: str | os.PathLike[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import struct
@@ -237,6 +238,24 @@ def test_checksums_on_a_server_that_lists_no_files_count(tmp_path, layout, absen
         (folder / DIGESTS).unlink()
         assert osl.verify(url).ok
         osl.convert(url, tmp_path / "to", format="hf")
+
+
+def test_wrong_bytes_that_a_cache_keeps_are_fetched_anew_once_found(tmp_path):
+    """A server sends wrong bytes once, and whoever does not verify keeps them."""
+    folder = saved(tmp_path / "saved", digests=True)
+    victim = sorted(folder.glob("*.safetensors"))[-1]
+    whole, status = victim.read_bytes(), victim.stat()
+    with Server(files_of(folder)) as server:
+        url, cache = f"{server.url}/files", tmp_path / "cache"
+        victim.write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
+        os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))  # which is its ETag
+        osl.load(url, options=osl.ReadOptions(cache=cache))
+        victim.write_bytes(whole)
+        os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))
+        verifying = osl.ReadOptions(verify=True, cache=cache)
+        with pytest.raises(osl.FormatError, match=r"What the cache held .* load once more"):
+            osl.load(url, options=verifying)
+        assert osl.load(url, options=verifying).keys() == tensors().keys()
 
 
 def test_a_server_that_answers_for_all_names_has_no_checksums(tmp_path, caplog):

@@ -134,6 +134,12 @@ def test_a_path_that_none_can_be_is_refused_by_all(tmp_path, path):
             use(path)
 
 
+@pytest.mark.parametrize("use", [osl.load, lambda path: osl.save(path, {"a": np.ones(2)})])
+def test_a_path_of_thousands_of_folders_is_refused(tmp_path, use):
+    with pytest.raises(osl.StorageError, match=r"too deep.*at most 500.*found: 1\d{3} slashes"):
+        use(str(tmp_path) + "/a" * 1800)
+
+
 @pytest.mark.parametrize("shape", [(1,) * 65, (0, 1 << 62)])
 def test_shapes_that_numpy_cannot_hold_are_refused_by_all(tmp_path, shape):
     data = b"" if 0 in shape else bytes(4)

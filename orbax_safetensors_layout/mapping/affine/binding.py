@@ -8,14 +8,16 @@ import re
 from collections.abc import Sequence
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.runtime import text_table
 
 from ..expr.expression import Expr, given
 from ..expr.opaque_ops import is_opaque
 from ..matching import LeafShapes, Rule, RuleTarget, group_by_pattern, match_rules
 from ..names import WILDCARD, TensorSpec, TensorSpecs, substitute
-from ..problems import Problem, mapping_error, within
+from ..problems import Problem, Problems, mapping_error, within
 from .bound import BoundExpr
+from .leaf_pieces import affine_pieces
 
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 
@@ -136,6 +138,7 @@ class Binder:
         leaf, rule, captures = target
         try:
             bound = expr.bind(captures, self.specs)
+            self._check_packed(bound)
         except MappingError as error:
             problems = within(error, f"leaf {leaf!r}", f"rule {pattern_of(rule.target)!r}").problems
             self._problems += problems
@@ -145,6 +148,20 @@ class Binder:
             self.used.update(bound.sources())
             self._check_shape(leaf, bound, expr, rule.target)
             leaves[leaf] = bound
+
+    def _check_packed(self, bound: BoundExpr) -> None:
+        """Refuses to rearrange elements that share bytes."""
+        if not self.specs.packed or self.specs.packed.isdisjoint(bound.sources()):
+            return
+        for piece in affine_pieces(bound.pull_back(Box.whole(bound.shape), factored=True)):
+            shape, dtype = self.specs[piece.source]
+            if piece.source in self.specs.packed and piece.view.box_in(shape) is None:
+                text = (
+                    f"the elements of tensor {piece.source!r} ({dtype.name}) share bytes: its"
+                    " regions can be taken, sliced, stacked and computed with, not rearranged"
+                )
+                hint = "Load the tensor by itself and rearrange the array."
+                raise Problems([Problem(text, hint=hint)])
 
     def _check_shape(self, leaf: str, bound: BoundExpr, origin: object, target: str) -> None:
         expected = None if self.leaves is None else self.leaves.get(leaf)
