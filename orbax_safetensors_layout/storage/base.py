@@ -72,7 +72,7 @@ class NewFolder(Protocol):
 class RangeReader(Protocol):
     """Exact ranged reads of files by name, from many threads."""
 
-    kind: str  # the storage class, a key of `options.PROFILES`
+    kind: str  # the storage class; its cost model is a row of `options.PROFILES`, or a local disk's
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False

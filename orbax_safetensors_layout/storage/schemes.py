@@ -16,6 +16,7 @@ from .cache import CachedStorage
 from .local import LocalStorage
 
 Opener = Callable[[str, RetryPolicy | None], tuple[Storage, str]]
+"""Takes a path with its scheme; returns what `open_storage` does."""
 
 _MOST_FOLDERS = 500  # each is a call of a function where folders are made or removed
 

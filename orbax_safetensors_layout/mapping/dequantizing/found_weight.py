@@ -120,11 +120,15 @@ def _joined(name: str, part: str) -> str:
 
 
 class WeightScheme(NamedTuple):
-    """A format of quantised weights, known by the names and dtypes of their parts."""
+    """A format of quantised weights, known by the names and dtypes of their parts.
+
+    Parts are written as `FoundWeight.name_of` takes them: `_scale` is `up.weight_scale`, `/scales`
+    is `up.scales`, and the empty part is `up.weight` itself.
+    """
 
     name: str
     values: str  # the part with the values
-    dtypes: tuple[str, ...]  # their codes
+    dtypes: tuple[str, ...]  # of these, as headers write them: `I8`
     needs: tuple[str, ...]  # other parts that tell it from others
     decode: Callable[[FoundWeight], Expr]
     beside: tuple[str, ...] = ()  # further parts, which it may have
