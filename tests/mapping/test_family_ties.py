@@ -107,8 +107,10 @@ def check_logits(model, folder, make_mapping):
     with torch.no_grad():
         states = model.model(input_ids=tokens).last_hidden_state.numpy()
         logits = model(input_ids=tokens).logits.numpy()
-    ours = states @ np.asarray(kernel)
-    if cap := getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+    text = model.config.get_text_config()
+    scale = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
+    ours = states @ np.asarray(kernel) * scale
+    if cap := getattr(text, "final_logit_softcapping", None):
         ours = np.tanh(ours / cap) * cap
     np.testing.assert_allclose(ours, logits, rtol=1e-4, atol=1e-4)
 
@@ -118,7 +120,8 @@ def check_logits(model, folder, make_mapping):
     "name",
     [
         *("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"),
-        *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"),
+        *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "deepseek_v2", "glm4_moe", "olmo2"),
+        *("olmo3", "phi3", "granite", "starcoder2", "cohere", "cohere2"),
     ],
 )
 def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):

@@ -3,16 +3,29 @@
 from family_models import MODELS
 
 FAMILY = {"llama3": "llama", "llama_biased": "llama", "qwen3_moe_mixed": "qwen3_moe"}
-FAMILY["gemma3_full_heads"] = "gemma3"
+FAMILY |= {
+    "gemma3_full_heads": "gemma3",
+    "deepseek_v2_lite": "deepseek_v2",
+    "glm4_moe_air": "glm4_moe",
+    "phi4_mini": "phi3",
+    "granite_biased": "granite",
+    "starcoder2_unbiased": "starcoder2",
+    "cohere_unnormed": "cohere",
+}
+ONLY_PLAIN = ("glm4_moe", "olmo2", "phi3", "granite", "starcoder2", "cohere", "cohere2")
 NOT_IN_MAXTEXT = ("llama_biased", "qwen3_moe_mixed")
-NOT_IN_TUNIX = ("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral", "deepseek_v3", "gpt_oss")
+NOT_IN_TUNIX = (
+    *("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral"),
+    *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "gpt_oss", "olmo3"),
+)
 
 CASES = [
     (name, target, scan)
     for name in MODELS
     for target, scans in (("plain", (True, False)), ("maxtext", (True, False)), ("tunix", (False,)))
     for scan in scans
-    if not (target == "maxtext" and name in NOT_IN_MAXTEXT)
+    if not (target != "plain" and FAMILY.get(name, name) in ONLY_PLAIN)
+    and not (target == "maxtext" and name in NOT_IN_MAXTEXT)
     and not (target == "tunix" and name in NOT_IN_TUNIX)
 ]
 

@@ -68,6 +68,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {"num_hidden_layers": 4, "num_local_experts": 5, "head_dim": 16, "num_experts_per_tok": 2},
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**MOE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 4, "n_shared_experts": 2},
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        {**MOE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 4, "q_lora_rank": None},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**MOE, "n_routed_experts": 4, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
+    ),
+    "glm4_moe_air": (
+        "Glm4Moe",
+        {**MOE, "n_routed_experts": 4, "head_dim": 16, "first_k_dense_replace": 2},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 8}),
+    "phi3": ("Phi3", {}),
+    "phi4_mini": ("Phi3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "granite": ("Granite", {"embedding_multiplier": 12.0, "logits_scaling": 8.0}),
+    "granite_biased": ("Granite", {"attention_bias": True, "mlp_bias": True}),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2_unbiased": ("Starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "cohere": ("Cohere", {"use_qk_norm": True}),
+    "cohere_unnormed": ("Cohere", {"attention_bias": True}),
+    "cohere2": ("Cohere2", {"head_dim": 16}),
 }
 
 

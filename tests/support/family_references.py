@@ -38,8 +38,13 @@ class Layer:
 def attention_kernels(x, d_v=None):
     """q, k, v, o as [hidden, heads, d] and [heads, d, hidden]."""
     leaves = {}
+    if "self_attn.qkv_proj.weight" in x:
+        ends = (x.heads * x.d, (x.heads + x.kv) * x.d)
+        weights = dict(zip("qkv", np.split(x("self_attn.qkv_proj.weight"), ends), strict=True))
+    else:
+        weights = {name: x(f"self_attn.{name}_proj.weight") for name in "qkv"}
     for name, heads in (("q", x.heads), ("k", x.kv), ("v", x.kv)):
-        weight = x(f"self_attn.{name}_proj.weight")
+        weight = weights[name]
         leaves[name] = weight.T.reshape(weight.shape[1], heads, x.d)
     weight = x("self_attn.o_proj.weight")
     leaves["o"] = weight.T.reshape(x.heads, x.d, weight.shape[0])
@@ -78,7 +83,13 @@ def plain_layer(family, x):
     ):
         if f"{name}.weight" in x:
             leaves[f"{name}.scale"] = x(f"{name}.weight")
-    if family == "deepseek_v3":
+        if f"{name}.bias" in x:
+            leaves[f"{name}.bias"] = x(f"{name}.bias")
+    if family in ("olmo2", "olmo3"):
+        for name, heads in (("q", x.heads), ("k", x.kv)):
+            leaf = f"self_attn.{name}_norm.scale"
+            leaves[leaf] = leaves[leaf].reshape(heads, x.d)
+    if family in ("deepseek_v2", "deepseek_v3"):
         names = {
             "q": "q_proj",
             "q_a": "q_a_proj",
@@ -100,7 +111,10 @@ def plain_layer(family, x):
         leaves["self_attn.o_proj.bias"] = x("self_attn.o_proj.bias")
     if "self_attn.sinks" in x:
         leaves["self_attn.sinks"] = x("self_attn.sinks")
-    for name in ("gate_proj", "up_proj", "down_proj"):
+    if "mlp.gate_up_proj.weight" in x:
+        gate, up = np.split(x.linear("mlp.gate_up_proj"), 2, axis=1)
+        leaves |= {"mlp.gate_proj.kernel": gate, "mlp.up_proj.kernel": up}
+    for name in ("gate_proj", "up_proj", "down_proj", "c_fc", "c_proj"):
         for before in ("mlp.", "mlp.shared_experts."):
             if f"{before}{name}.weight" in x:
                 leaves[f"{before}{name}.kernel"] = x.linear(before + name)
@@ -137,6 +151,8 @@ def plain(family, config, tensors, scan):
         "embed_tokens.embedding": tensors["model.embed_tokens.weight"],
         "norm.scale": tensors["model.norm.weight"],
     }
+    if "model.norm.bias" in tensors:
+        leaves["norm.bias"] = tensors["model.norm.bias"]
     if "lm_head.weight" in tensors:
         leaves["lm_head.kernel"] = tensors["lm_head.weight"].T
     n = config["num_hidden_layers"]
@@ -173,11 +189,15 @@ def maxtext_layer(family, x, rope="default"):
         leaves["post_self_attention_norm.scale"] = norm("post_attention_layernorm")
         leaves["pre_ffw_norm.scale"] = norm("pre_feedforward_layernorm")
         leaves["post_ffw_norm.scale"] = norm("post_feedforward_layernorm")
+    elif family == "olmo3":
+        leaves["post_self_attention_layer_norm.scale"] = norm("post_attention_layernorm")
+        leaves["post_mlp_layer_norm.scale"] = norm("post_feedforward_layernorm")
     else:
         leaves["pre_self_attention_layer_norm.scale"] = norm("input_layernorm")
         leaves["post_self_attention_layer_norm.scale"] = norm("post_attention_layernorm")
-    attention = "GptOssAttention" if family == "gpt_oss" else "self_attention"
-    if family == "deepseek_v3":
+    attention = {"gpt_oss": "GptOssAttention", "olmo3": "attention"}.get(family, "self_attention")
+    deepseek = family in ("deepseek_v2", "deepseek_v3")
+    if deepseek:
         names = {"q": "query", "q_a": "wq_a", "q_b": "wq_b", "kv_a": "wkv_a", "kv_b": "wkv_b"}
         names["o"] = "out"
         kernels = latent_kernels(x).items()
@@ -200,7 +220,7 @@ def maxtext_layer(family, x, rope="default"):
         if f"self_attn.{name}_proj.bias" in x:
             leaves[f"{attention}.{to}.bias"] = x(f"self_attn.{name}_proj.bias").reshape(heads, x.d)
         if f"self_attn.{name}_norm.weight" in x:
-            leaves[f"self_attention.{to}_norm.scale"] = norm(f"self_attn.{name}_norm")
+            leaves[f"{attention}.{to}_norm.scale"] = norm(f"self_attn.{name}_norm")
     mlp = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
     if "mlp.gate_proj.weight" in x:
         leaves |= {f"mlp.{k}.kernel": x.linear(f"mlp.{v}") for k, v in mlp.items()}
@@ -215,10 +235,11 @@ def maxtext_layer(family, x, rope="default"):
         n = x("block_sparse_moe.gate.weight").shape[0]
         for k, v in (("wi_0", "w1"), ("wi_1", "w3"), ("wo", "w2")):
             leaves[f"MoeBlock_0.{k}"] = x.experts(f"block_sparse_moe.experts.{{}}.{v}.weight", n)
-    if family == "deepseek_v3" and "mlp.gate.weight" in x:
+    if deepseek and "mlp.gate.weight" in x:
         block, n = "DeepSeekMoeBlock_0.", x("mlp.gate.weight").shape[0]
         leaves[f"{block}MoeBlock_0.gate.kernel"] = x.linear("mlp.gate")
-        leaves[f"{block}MoeBlock_0.gate.bias"] = x("mlp.gate.e_score_correction_bias")
+        if family == "deepseek_v3":
+            leaves[f"{block}MoeBlock_0.gate.bias"] = x("mlp.gate.e_score_correction_bias")
         for k, v in mlp.items():
             leaves[f"{block}MoeBlock_0.{k}"] = x.experts(f"mlp.experts.{{}}.{v}.weight", n)
             leaves[f"{block}shared_experts.{k}.kernel"] = x.linear(f"mlp.shared_experts.{v}")
@@ -276,7 +297,7 @@ def _maxtext_layers(family, config, layers, scan, axis):
                     pair[f"{module}_{kind}.{rest}"] = array
             pairs.append(pair)
         layers = pairs
-    if family == "deepseek_v3":
+    if family in ("deepseek_v2", "deepseek_v3"):
         k = config["first_k_dense_replace"]
         bias = "DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
         if scan:
@@ -298,9 +319,10 @@ def _maxtext_layers(family, config, layers, scan, axis):
         for i, layer in enumerate(layers[whole:]):
             leaves |= one(f"decoder.layers_remainder.layers_{i}.", layer)
         return leaves
-    if family == "gpt_oss":
-        for i in range(2):
-            leaves |= stacked(f"decoder.layers.layers_{i}.", layers[i::2], axis)
+    cycle = {"gpt_oss": 2, "olmo3": 4}.get(family)
+    if cycle:
+        for i in range(cycle):
+            leaves |= stacked(f"decoder.layers.layers_{i}.", layers[i::cycle], axis)
         return leaves
     return stacked("decoder.layers.", layers, axis)
 

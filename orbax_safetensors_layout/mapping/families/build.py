@@ -60,6 +60,8 @@ class MappingBuilder:
         embedding = self.root + tree.embedding
         yield rule(embedding, self._fitted(self._part(table, tree.embedding_step), 0))
         yield rule(self.root + tree.norm, self._part(self.prefix + NORM_TENSOR, tree.norm_step))
+        for leaf in tree.others:
+            yield rule(self.root + leaf.target, self._leaf(leaf, self.prefix))
         own = self._fitted(self._part(head, ROUTER), 1)
         if not self.dims.tied:
             if self.head:
@@ -82,14 +84,15 @@ class MappingBuilder:
                 name, first = (group.scanned, 0) if self.scan else (group.unscanned, group.first)
                 number = index if first is None else first + position
                 target = self._root(leaf) + name.replace("{n}", str(number)) + leaf.target
-                yield rule(target, self._leaf(leaf, str(index)))
+                yield rule(target, self._leaf(leaf, f"{self.prefix}layers.{index}."))
 
     def _stacked(self, group: LayerGroup, leaf: FamilyLeaf) -> Rule:
         axis = self.scan_axis
         rank = leaf.step.rank + ("{e}" in leaf.source)
         if leaf.variable or leaf.step == AS_IT_IS or rank < axis:
             axis = 0
-        expr = stack(self._leaf(leaf, "{i}"), over="i", axis=axis, indices=group.indices)
+        expr = self._leaf(leaf, f"{self.prefix}layers.{{i}}.")
+        expr = stack(expr, over="i", axis=axis, indices=group.indices)
         return rule(self._root(leaf) + group.scanned + leaf.target, expr)
 
     def _root(self, leaf: FamilyLeaf) -> str:
@@ -99,8 +102,7 @@ class MappingBuilder:
             return f"{self.root.removesuffix(parameters)}{leaf.variable}."
         return self.root
 
-    def _leaf(self, leaf: FamilyLeaf, layer: str) -> Expr:
-        before = f"{self.prefix}layers.{layer}."
+    def _leaf(self, leaf: FamilyLeaf, before: str) -> Expr:
         names = (leaf.source,) if isinstance(leaf.source, str) else leaf.source
         parts = [self._part(before + name, leaf.step) for name in names]
         expr = concat(parts, 0, sizes=[1] * len(parts)) if len(parts) > 1 else parts[0]

@@ -9,36 +9,15 @@ from typing import Any
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
+from .architectures import ARCHITECTURES, Architecture
 from .config import Section
 from .weight_format import WeightFormat, weight_format
 
-# Values that configs leave out because they are the default of the family's class in transformers
-# 5.23.0 (`configuration_<family>.py`), which files on the hub rely on: Gemma's have no
-# `tie_word_embeddings`, those of Gemma 3 with vision no `head_dim`. A family has experts if it has
-# a default for their number.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"num_experts": 128, "decoder_sparse_step": 1, "mlp_only_layers": ()},
-    "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256},
-    "gemma3": {
-        "tie_word_embeddings": True,
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "vocab_size": 262208,
-        "sliding_window_pattern": 6,
-    },
-    "mixtral": {"num_local_experts": 8},
-    "deepseek_v3": {"first_k_dense_replace": 3, "n_routed_experts": 256, "q_lora_rank": 1536},
-    "gpt_oss": {"head_dim": 64, "num_local_experts": 128},
-}
-FAMILIES = tuple(_DEFAULTS)
-# Keys that no classes read but those of families with a default for them above.
-_OWN = "query_pre_attn_scalar", "sliding_window_pattern", "decoder_sparse_step", "mlp_only_layers"
+# Keys that no classes read but those of families with a default for them.
+_OWN = (
+    *("query_pre_attn_scalar", "sliding_window_pattern", "decoder_sparse_step", "mlp_only_layers"),
+    "first_k_dense_replace",
+)
 
 # Which value ties the output kernel of a model within another, by the outer `model_type`: the outer
 # `tie_word_embeddings`. Where it is left out it is false, but true in these classes (those of
@@ -78,11 +57,13 @@ class Dims:
     """The dimensions of one model."""
 
     family: str  # one of `FAMILIES`
+    architecture: Architecture
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     hidden: int
+    mlp: int  # of dense layers; 0 where it is not needed
     vocab: int  # rows of the embedding
     tied: bool  # whether the output kernel is the embedding where the files have none
     headless: bool  # whether the model is one without an output kernel, as embedders are
@@ -94,6 +75,7 @@ class Dims:
     extra: int  # layers after the last, for multi-token prediction
     latent: Latent | None
     biased: frozenset[str]  # the projections that have a bias
+    head_norms: bool  # whether queries and keys have norms
     quantized: WeightFormat | None
     multimodal: bool  # whether the checkpoint holds a vision model too
     layer_types: tuple[str, ...]  # the kind of attention of each; empty where none is given
@@ -127,38 +109,44 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     if inner is not None:
         quantization = outer.get("quantization_config") or inner.get("quantization_config")
         values = {**config["text_config"], "quantization_config": quantization}
-    known = {k: v for k, v in values.items() if k in _DEFAULTS[family] or k not in _OWN}
-    read = Section({**_DEFAULTS[family], **known}, family)
+    architecture = ARCHITECTURES[family]
+    defaults = architecture.defaults
+    known = {k: v for k, v in values.items() if k in defaults or k not in _OWN}
+    read = Section({**defaults, **known}, family)
     layers = read.integer("num_hidden_layers", bounds=(1, _MOST_LAYERS))
     hidden = read.integer("hidden_size")
     heads = read.integer("num_attention_heads", bounds=(1, hidden))
     head_dim = read.integer("head_dim", hidden // heads)
-    latent = _latent(read) if family == "deepseek_v3" else None
-    sparse = not _DEFAULTS[family].keys().isdisjoint(_EXPERTS)
+    latent = _latent(read) if architecture.latent else None
+    sparse = not defaults.keys().isdisjoint(_EXPERTS)
     n = read.integer("sliding_window_pattern", 0)
     cycle = [f"{'sliding' if i % n else 'full'}_attention" for i in range(1, layers + 1) if n]
     layer_types = read.texts("layer_types") or tuple(cycle)
     if layer_types and len(layer_types) != layers:
         read.raise_error("layer_types", f"one for each of {layers:,} layers", layer_types)
+    shared, flag = architecture.shared_experts, architecture.head_norms_flag
     most, most_experts = (0, _MOST_LAYERS), (1, _MOST_EXPERTS // layers)
     return Dims(
         family=family,
+        architecture=architecture,
         layers=layers,
         heads=heads,
         kv_heads=read.integer("num_key_value_heads", heads),
         head_dim=head_dim,
         hidden=hidden,
+        mlp=read.integer("intermediate_size") if architecture.fused else 0,
         vocab=read.integer("vocab_size"),
         tied=_tied(outer, read),
         headless=_headless(outer),
         query_scalar=read.number("query_pre_attn_scalar", head_dim),
         rope=_rope(read),
         experts=read.integer(read.need(*_EXPERTS), bounds=most_experts) if sparse else 0,
-        dense=_dense(family, read, layers) if sparse else tuple(range(layers)),
-        shared_experts=bool(latent and read.integer("n_shared_experts", 1, bounds=most)),
-        extra=read.integer("num_nextn_predict_layers", 0, bounds=most) if latent else 0,
+        dense=_dense(read, layers) if sparse else tuple(range(layers)),
+        shared_experts=shared and read.integer("n_shared_experts", 1, bounds=most) > 0,
+        extra=read.integer("num_nextn_predict_layers", 0, bounds=most) if shared else 0,
         latent=latent,
-        biased=_biased(family, read),
+        biased=_biased(architecture, read),
+        head_norms=architecture.head_norms is not None and (flag is None or read.flag(flag, False)),
         quantized=weight_format(family, read.section("quantization_config")),
         multimodal=inner is not None,
         layer_types=layer_types,
@@ -190,16 +178,14 @@ def _headless(outer: Section) -> bool:
     return bool(classes) and not any(heads)
 
 
-def _biased(family: str, read: Section) -> frozenset[str]:
-    """The projections with a bias, as the families' classes in transformers 5.23.0 have them."""
-    if family == "qwen2":
-        return frozenset(["q_proj", "k_proj", "v_proj"])
-    biased: set[str] = set()
-    if family not in ("mistral", "mixtral") and read.flag("attention_bias", family == "gpt_oss"):
-        biased |= {"q_proj", "k_proj", "v_proj", "o_proj"}
-    if family == "llama" and read.flag("mlp_bias", False):
-        biased |= {"gate_proj", "up_proj", "down_proj"}
-    return frozenset(biased)
+def _biased(architecture: Architecture, read: Section) -> frozenset[str]:
+    """The projections with a bias."""
+    return frozenset(
+        projection
+        for biases in architecture.biases
+        if biases.flag is None or read.flag(biases.flag, biases.default)
+        for projection in biases.projections
+    )
 
 
 def _latent(read: Section) -> Latent:
@@ -210,8 +196,8 @@ def _latent(read: Section) -> Latent:
     return Latent(ranked, keys + rotated, keys + values, values)
 
 
-def _dense(family: str, read: Section, layers: int) -> tuple[int, ...]:
-    if family == "deepseek_v3":
+def _dense(read: Section, layers: int) -> tuple[int, ...]:
+    if "first_k_dense_replace" in ARCHITECTURES[read.model].defaults:
         first = read.integer("first_k_dense_replace", bounds=(0, _MOST_LAYERS))
         return tuple(range(min(first, layers)))
     # `Qwen3MoeDecoderLayer` of transformers 5.23.0.

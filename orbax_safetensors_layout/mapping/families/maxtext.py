@@ -19,6 +19,10 @@ from .dims import Dims
 from .steps import EMBEDDING, VECTOR, FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
 from .tensors import fused_experts, layer_tensors
 
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "mixtral"),
+    *("deepseek_v2", "deepseek_v3", "gpt_oss", "olmo3"),
+)
 _NAMES = (
     (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),
     (r"norm\.weight", "norm.scale"),
@@ -44,6 +48,12 @@ _GEMMA_NAMES = (
 )
 _MOE_NAMES = (("block_sparse_moe", "MoeBlock_0"), (r"^mlp\.(gate|experts)\b", r"moe_block.\1"))
 _GPT_OSS_NAMES = (("self_attn", "GptOssAttention"), (r"mlp\.router", "GptOssMlp.gate"))
+_OLMO3_NAMES = (
+    (r"self_attn\.q_norm", "attention.query_norm"),
+    (r"self_attn\.k_norm", "attention.key_norm"),
+    ("self_attn", "attention"),
+    ("post_feedforward_layernorm", "post_mlp_layer_norm"),
+)
 _DEEPSEEK_NAMES = (
     (r"self_attn\.q_a_layernorm", "self_attention.q_norm"),
     (r"self_attn\.kv_a_layernorm", "self_attention.kv_norm"),
@@ -66,13 +76,21 @@ _QUERY_SCALED = ("llama", "mistral", "mixtral", "gemma2")
 _ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 _GEMMA3_CYCLE = 6  # layers that are scanned together: `GEMMA3_ATTENTION_PATTERN` (`gemma3.py`)
+_OLMO3_CYCLE = 4  # `OLMO3_ATTENTION_PATTERN` (`olmo3.py`)
 _GPT_OSS_CYCLE = 2  # `inhomogeneous_layer_cycle_interval` of `configs/models/gpt-oss-*.yml`
 
 
 def tree(dims: Dims) -> Tree:
     """Return the leaves of a model; refuses one that MaxText does not have."""
     norm, embedding = VECTOR, EMBEDDING
-    groups = {"gemma2": _gemma2, "gemma3": _gemma3, "deepseek_v3": _deepseek, "gpt_oss": _gpt_oss}
+    groups = {
+        "gemma2": _gemma2,
+        "gemma3": _gemma3,
+        "deepseek_v2": _deepseek,
+        "deepseek_v3": _deepseek,
+        "gpt_oss": _gpt_oss,
+        "olmo3": _olmo3,
+    }
     if dims.family in ("gemma2", "gemma3"):
         # Rows are multiplied by sqrt(hidden) when they are converted, not when they are used: in
         # float32 for Gemma 2 (`pad_hf_embedding_layer`), rounded to bfloat16 for Gemma 3
@@ -162,6 +180,15 @@ def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
         "decoder.layers_remainder.layers_{n}.", "decoder.layers_{n}.", rest, leaves, scans=False
     )
     return (*_cycle(_GEMMA3_CYCLE, scanned, leaves), remainder)
+
+
+def _olmo3(dims: Dims) -> tuple[LayerGroup, ...]:
+    """Layers are scanned by fours, three local and one global."""
+    dims.check_cycle("MaxText", _OLMO3_CYCLE)
+    steps = _steps(dims, sparse=False)
+    for x, n in (("q", dims.heads), ("k", dims.kv_heads)):  # `GlobalRMSNorm` of `normalizations.py`
+        steps[f"self_attn.{x}_norm.weight"] = TensorStep("d -> d", (("d", n * dims.head_dim),))
+    return _cycle(_OLMO3_CYCLE, dims.layers, renamed(steps, (*_OLMO3_NAMES, *_NAMES)))
 
 
 def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:

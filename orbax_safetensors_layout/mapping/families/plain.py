@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .dims import Dims
 from .steps import FamilyLeaf, LayerGroup, Tree, renamed
-from .tensors import fused_experts, layer_tensors
+from .tensors import NORM_BIAS, fused_experts, fused_projections, layer_tensors
 
 _NAMES = (
     (r"experts\.\{e\}", "experts"),
@@ -30,11 +30,13 @@ def tree(dims: Dims) -> Tree:
             LayerGroup(f"{dense}layers.", "layers.{n}.", dims.dense, _leaves(dims, sparse=False)),
             LayerGroup(f"{sparse}layers.", "layers.{n}.", dims.sparse, _leaves(dims, sparse=True)),
         ),
+        others=(NORM_BIAS,) if dims.architecture.norm_biases else (),
     )
 
 
 def _leaves(dims: Dims, *, sparse: bool) -> tuple[FamilyLeaf, ...]:
     leaves = renamed(layer_tensors(dims, sparse=sparse), _NAMES)
+    leaves += fused_projections(dims)
     if sparse and dims.family == "gpt_oss":
         names = ("gate_proj", "up_proj", "down_proj")
         leaves += fused_experts(names, "mlp.experts.{}.kernel", "mlp.experts.{}.bias")

@@ -13,9 +13,10 @@ from orbax_safetensors_layout.format import short_repr
 from ..expr.values import as_dtype
 from ..rules import Mapping
 from . import maxtext, plain, tunix
+from .architectures import FAMILIES
 from .build import MappingBuilder
 from .config import SIZES, Config, count_stored, find_prefix, read_config, stored_names
-from .dims import FAMILIES, Dims, dims_of
+from .dims import Dims, dims_of
 from .steps import Tree
 from .tensors import EMBEDDING_TENSOR, head_name
 
@@ -33,14 +34,17 @@ class _ModelSide(NamedTuple):
 _TARGETS = {
     "plain": _ModelSide(plain.tree, FAMILIES, scan=True, scan_axis=0, root=""),
     # `scan_layers` and `param_scan_axis` of `configs/base.yml`, maxtext 0.2.5.
-    "maxtext": _ModelSide(maxtext.tree, FAMILIES, scan=True, scan_axis=1, root="params"),
+    "maxtext": _ModelSide(maxtext.tree, maxtext.FAMILIES, scan=True, scan_axis=1, root="params"),
     "tunix": _ModelSide(tunix.tree, tunix.FAMILIES, scan=None, scan_axis=0, root=""),
 }
 
 TARGETS: dict[str, tuple[str, ...]] = {name: side.families for name, side in _TARGETS.items()}
 """The model sides, and the families that each has."""
 
-_FAMILY_OF = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3"}
+_FAMILY_OF = {family: family for family in FAMILIES} | {
+    "gemma3_text": "gemma3",
+    "kimi_k2": "deepseek_v3",
+}
 
 # Prefixes of the names in checkpoints without and with vision (`google/gemma-3-4b-it` on the hub).
 _PREFIXES = ("model.", "language_model.model.")

@@ -18,6 +18,7 @@ class TensorStep:
     projection: bool = False  # whether FP8 checkpoints store the tensor quantised
     packed: bool = False  # whether MXFP4 checkpoints store the tensor as blocks and scales
     every: tuple[int, int] | None = None  # first index and step along the tensor's last axis
+    part: tuple[int, int, int] | None = None  # start, stop, of n equal parts of axis 0
     factor: float | None = None  # values are multiplied by it, in float32,
     term: float | None = None  # and it is added
 
@@ -30,6 +31,9 @@ class TensorStep:
         if self.every is not None:
             start, step = self.every
             source = source.slice(-1, start, None, step)
+        if self.part is not None:
+            start, stop, count = self.part
+            source = source.rearrange("(n r) c -> n r c", n=count).slice(0, start, stop)
         left, _, right = self.pattern.partition("->")
         if self.sizes or left.split() != right.split():
             source = source.rearrange(self.pattern, **dict(self.sizes))
@@ -82,6 +86,7 @@ class Tree:
     groups: tuple[LayerGroup, ...]
     embedding_step: TensorStep = EMBEDDING
     norm_step: TensorStep = VECTOR
+    others: tuple[FamilyLeaf, ...] = ()  # that belong to no layer either
 
 
 def renamed(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from .architectures import GATED
 from .dims import Dims, Latent
 from .steps import LINEAR, ROUTER, VECTOR, FamilyLeaf, TensorStep
 
 EMBEDDING_TENSOR, NORM_TENSOR = "embed_tokens.weight", "norm.weight"
-_MLP = ("gate_proj", "up_proj", "down_proj")
+NORM_BIAS = FamilyLeaf("norm.bias", "norm.bias", VECTOR)
 _OUT_OF_HEADS = "e (h d) -> h d e"
 
 
@@ -26,10 +29,8 @@ def heads(h: int, d: int, pattern: str = "(h d) e -> e h d") -> TensorStep:
 
 def layer_tensors(dims: Dims, *, sparse: bool) -> dict[str, TensorStep]:
     """Return the step of each tensor of a layer; `fused_experts` has the experts of GPT-OSS."""
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if dims.family in ("gemma2", "gemma3"):
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    steps = {f"{norm}.weight": VECTOR for norm in norms}
+    norms, parts = dims.architecture.norms, ("weight", "bias")[: 1 + dims.architecture.norm_biases]
+    steps = {f"{norm}.{part}": VECTOR for norm in norms for part in parts}
     attention = _attention(dims) if dims.latent is None else _latent(dims, dims.latent)
     steps |= {f"self_attn.{name}": step for name, step in attention.items()}
     return steps | (_experts(dims) if sparse else _mlp(dims, "mlp"))
@@ -39,19 +40,29 @@ def _attention(dims: Dims) -> dict[str, TensorStep]:
     h, k, d = dims.heads, dims.kv_heads, dims.head_dim
     steps = {}
     for x, n in (("q", h), ("k", k), ("v", k)):
-        steps[f"{x}_proj.weight"] = heads(n, d)
+        if not dims.architecture.fused:  # else they are parts of one tensor: `fused_projections`
+            steps[f"{x}_proj.weight"] = heads(n, d)
         if f"{x}_proj" in dims.biased:
             steps[f"{x}_proj.bias"] = TensorStep("(h d) -> h d", (("h", n), ("d", d)))
     steps["o_proj.weight"] = heads(h, d, _OUT_OF_HEADS)
     if "o_proj" in dims.biased:
         steps["o_proj.bias"] = VECTOR
-    if dims.family in ("qwen3", "qwen3_moe", "gemma3"):
-        # All heads share these; one over all heads at once, as in OLMoE, has another size.
-        norm = TensorStep("d -> d", (("d", d),))
-        steps |= {"q_norm.weight": norm, "k_norm.weight": norm}
+    if dims.head_norms:
+        for x, n in (("q", h), ("k", k)):
+            steps[f"{x}_norm.weight"] = _head_norm(dims, n)
     if dims.family == "gpt_oss":
         steps["sinks"] = VECTOR
     return steps
+
+
+def _head_norm(dims: Dims, n: int) -> TensorStep:
+    match dims.architecture.head_norms:
+        case "each":
+            return TensorStep("h d -> h d", (("h", n), ("d", dims.head_dim)))
+        case "jointly":
+            return TensorStep("(h d) -> h d", (("h", n), ("d", dims.head_dim)))
+    # All heads share it; one over all heads at once, as in OLMoE, has another size.
+    return TensorStep("d -> d", (("d", dims.head_dim),))
 
 
 def _latent(dims: Dims, latent: Latent) -> dict[str, TensorStep]:
@@ -68,18 +79,21 @@ def _latent(dims: Dims, latent: Latent) -> dict[str, TensorStep]:
 
 
 def _mlp(dims: Dims, module: str) -> dict[str, TensorStep]:
-    steps = {f"{module}.{name}.weight": LINEAR for name in _MLP}
-    return steps | {f"{module}.{name}.bias": VECTOR for name in _MLP if name in dims.biased}
+    names = dims.architecture.mlp
+    if dims.architecture.fused:
+        return {f"{module}.{names[-1]}.weight": LINEAR}
+    steps = {f"{module}.{name}.weight": LINEAR for name in names}
+    return steps | {f"{module}.{name}.bias": VECTOR for name in names if name in dims.biased}
 
 
 def _experts(dims: Dims) -> dict[str, TensorStep]:
     if dims.family == "gpt_oss":
         return {"mlp.router.weight": ROUTER, "mlp.router.bias": VECTOR}
     mixtral = dims.family == "mixtral"
-    module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", _MLP)
+    module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", GATED)
     steps = {f"{module}.gate.weight": ROUTER}
     steps |= {f"{module}.experts.{{e}}.{name}.weight": LINEAR for name in names}
-    if dims.family == "deepseek_v3":
+    if dims.architecture.routing_bias:
         steps["mlp.gate.e_score_correction_bias"] = VECTOR
     return steps | (_mlp(dims, "mlp.shared_experts") if dims.shared_experts else {})
 
@@ -95,4 +109,21 @@ def fused_experts(names: tuple[str, str, str], kernel: str, bias: str) -> tuple[
         leaves.append(FamilyLeaf(kernel.format(name), f"mlp.experts.{tensor}", step))
         step = TensorStep("x o -> x o", every=every)
         leaves.append(FamilyLeaf(bias.format(name), f"mlp.experts.{tensor}_bias", step))
+    return tuple(leaves)
+
+
+def fused_projections(dims: Dims) -> tuple[FamilyLeaf, ...]:
+    """Return the plain leaves that are parts of one tensor: `qkv_proj` or `gate_up_proj`."""
+    if not dims.architecture.fused:
+        return ()
+    leaves, start, count = [], 0, dims.heads + 2 * dims.kv_heads
+    for x, n in (("q", dims.heads), ("k", dims.kv_heads), ("v", dims.kv_heads)):
+        step = heads(n, dims.head_dim, "h d e -> e h d")
+        step = dataclasses.replace(step, part=(start, start + n, count))
+        leaves.append(FamilyLeaf(f"self_attn.{x}_proj.kernel", "self_attn.qkv_proj.weight", step))
+        start += n
+    for i, name in enumerate(dims.architecture.mlp[:2]):
+        part = (i, i + 1, 2)
+        step = TensorStep("n f e -> e (n f)", (("f", dims.mlp),), projection=True, part=part)
+        leaves.append(FamilyLeaf(f"mlp.{name}.kernel", "mlp.gate_up_proj.weight", step))
     return tuple(leaves)

@@ -1,0 +1,149 @@
+"""Tables of each family's decoder layers, as their classes in transformers 5.23.0 define them.
+
+`modeling_<family>.py` has the modules, `configuration_<family>.py` the default values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_QKVO = (*_QKV, "o_proj")
+GATED = ("gate_proj", "up_proj", "down_proj")
+_TIED = {"tie_word_embeddings": True}
+_GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Biases:
+    """Projections with a bias: if a flag of the configuration says so, or always."""
+
+    projections: tuple[str, ...]
+    flag: str | None = None
+    default: bool = False
+
+
+_ATTENTION_BIAS = Biases(_QKVO, "attention_bias")
+_MLP_BIAS = Biases(GATED, "mlp_bias")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The layers of a family.
+
+    Attributes:
+        defaults: Values that configurations leave out because they are those of the family's class,
+            which files on the hub rely on: Gemma's have no `tie_word_embeddings`, those of Gemma 3
+            with vision no `head_dim`. A family has experts if it has a default for their number.
+        norms: The modules with a weight of the hidden size in each layer.
+        norm_biases: Whether these have a bias too, as the last norm.
+        head_norms: Norms of queries and keys: one that all heads `share`, one for `each` head, or
+            one over all heads `jointly`, whose weight is of one dimension.
+        head_norms_flag: Key that says whether there are any, by default not; None if there are.
+        biases: The projections with a bias.
+        mlp: The projections of the MLP.
+        fused: Whether queries, keys and values are one tensor, and gate and up another.
+        latent: Whether attention is DeepSeek's multi-head latent attention.
+        routing_bias: Whether routers have an `e_score_correction_bias`.
+        shared_experts: Whether layers may have experts that all tokens take.
+    """
+
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norm_biases: bool = False
+    head_norms: Literal["share", "each", "jointly"] | None = None
+    head_norms_flag: str | None = None
+    biases: tuple[Biases, ...] = (_ATTENTION_BIAS,)
+    mlp: tuple[str, ...] = GATED
+    fused: bool = False
+    latent: bool = False
+    routing_bias: bool = False
+    shared_experts: bool = False
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(biases=(_ATTENTION_BIAS, _MLP_BIAS)),
+    "mistral": Architecture(biases=()),
+    "qwen2": Architecture(biases=(Biases(_QKV),)),
+    "qwen3": Architecture(defaults={"head_dim": 128}, head_norms="share"),
+    "qwen3_moe": Architecture(
+        defaults={"num_experts": 128, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+        head_norms="share",
+    ),
+    "gemma2": Architecture(
+        defaults=_TIED | {"head_dim": 256, "query_pre_attn_scalar": 256}, norms=_GEMMA_NORMS
+    ),
+    "gemma3": Architecture(
+        defaults={
+            **_TIED,
+            "head_dim": 256,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "vocab_size": 262208,
+            "sliding_window_pattern": 6,
+        },
+        norms=_GEMMA_NORMS,
+        head_norms="share",
+    ),
+    "mixtral": Architecture(defaults={"num_local_experts": 8}, biases=()),
+    "deepseek_v2": Architecture(
+        defaults={"first_k_dense_replace": 0, "n_routed_experts": 64, "q_lora_rank": 1536},
+        biases=(),
+        latent=True,
+        shared_experts=True,
+    ),
+    "deepseek_v3": Architecture(
+        defaults={"first_k_dense_replace": 3, "n_routed_experts": 256, "q_lora_rank": 1536},
+        biases=(),
+        latent=True,
+        routing_bias=True,
+        shared_experts=True,
+    ),
+    "gpt_oss": Architecture(
+        defaults={"head_dim": 64, "num_local_experts": 128},
+        biases=(Biases(_QKVO, "attention_bias", default=True),),
+    ),
+    "glm4_moe": Architecture(
+        defaults={
+            "num_key_value_heads": 8,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 128,
+            "num_nextn_predict_layers": 1,
+        },
+        head_norms="share",
+        head_norms_flag="use_qk_norm",
+        biases=(Biases(_QKV, "attention_bias"),),
+        routing_bias=True,
+        shared_experts=True,
+    ),
+    "olmo2": Architecture(
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"), head_norms="jointly"
+    ),
+    "olmo3": Architecture(
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"), head_norms="jointly"
+    ),
+    "phi3": Architecture(biases=(), fused=True),
+    "granite": Architecture(biases=(_ATTENTION_BIAS, _MLP_BIAS)),
+    "starcoder2": Architecture(
+        defaults={**_TIED, "num_key_value_heads": 2},
+        norm_biases=True,
+        biases=(Biases((*_QKVO, "c_fc", "c_proj"), "use_bias", default=True),),
+        mlp=("c_fc", "c_proj"),
+    ),
+    "cohere": Architecture(
+        defaults=_TIED,
+        norms=("input_layernorm",),
+        head_norms="each",
+        head_norms_flag="use_qk_norm",
+    ),
+    "cohere2": Architecture(defaults=_TIED, norms=("input_layernorm",)),
+}
+FAMILIES = tuple(ARCHITECTURES)
