@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from orbax_safetensors_layout.lazy import lazy_exports
 
+from .affine.binding import SimilarExpr
 from .affine.bound import BoundExpr, Valued, WholeTensor
 from .affine.index_nodes import Decoded, row_major
 from .affine.leaf_pieces import (

@@ -93,7 +93,10 @@ class RuleTarget(NamedTuple):
     def tensors(self, specs: TensorSpecs) -> Iterator[str]:
         """Yields the tensors of a checkpoint that the leaf takes."""
         for pattern in self.rule.patterns(self.captures):
-            yield from (name for name, _ in specs.tree.match(pattern))
+            if "{" in pattern:
+                yield from (name for name, _ in specs.tree.match(pattern))
+            elif pattern in specs.names:
+                yield pattern
 
 
 class Matches(NamedTuple):
@@ -206,7 +209,8 @@ def _captures(
     full = {
         binding: None for rows in bindings for binding in rows if len(binding) == len(names)
     } or functools.reduce(_join, bindings, _Bindings({(): None}))
-    for binding in sorted(full, key=lambda b: [natural_key(value) for _, value in b]):
+    keys = {value: natural_key(value) for value in {v for binding in full for _, v in binding}}
+    for binding in sorted(full, key=lambda b: [keys[value] for _, value in b]):
         if patterns and len(binding) == len(names):
             yield dict(binding)
 

@@ -6,8 +6,8 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping as Dict, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping as Dict, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from orbax_safetensors_layout.mapping import (
     FillPiece,
     Mapping,
     Piece,
+    SimilarExpr,
     TensorSpecs,
     ValueOp,
     WholeTensor,
@@ -40,6 +41,7 @@ from orbax_safetensors_layout.sharding import AddressableShards
 from .leaf_reads import LeafRead, TensorPiece
 from .stored_tensors import LocatedPieces, StoredTensors
 
+T = TypeVar("T")
 _MOST_SPLIT = 8  # a read straight into place is worth this many times as many pieces
 
 
@@ -63,6 +65,12 @@ class LeafPlan(NamedTuple):
             yield self.read
         for block in self.blocks:
             yield from block.inputs
+
+    def with_reads(self, change: Callable[[LeafRead], LeafRead]) -> LeafPlan:
+        """Return the plan with each of its reads changed."""
+        read = None if self.read is None else change(self.read)
+        blocks = [b._replace(inputs=tuple(map(change, b.inputs))) for b in self.blocks]
+        return self._replace(read=read, blocks=tuple(blocks))
 
 
 class StoredSource(NamedTuple):
@@ -127,11 +135,28 @@ class StoredSource(NamedTuple):
         return LeafPlan(plan.read._replace(sources=sources, pattern=pattern))
 
 
+def _once_for_similar(method: Callable[..., T]) -> Callable[..., T]:
+    """Computes what does not depend on names once for all similar expressions."""
+
+    @functools.wraps(method)
+    def cached(self: MappedSource, *args: object) -> T:
+        if self.similar is None:
+            return method(self, *args)
+        model, call = self.similar.model, (method, *args)
+        if call not in model.cached:
+            model.cached[call] = method(MappedSource(model.bound, self.tensors), *args)
+        result: T = model.cached[call]
+        return result
+
+    return cached
+
+
 class MappedSource(NamedTuple):
     """An expression over tensors."""
 
     bound: BoundExpr
     tensors: StoredTensors
+    similar: SimilarExpr | None = None
 
     @property
     def catalog(self) -> Catalog | None:
@@ -152,6 +177,7 @@ class MappedSource(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    @_once_for_similar
     def stored_bytes(self) -> int:
         """Bytes that it takes in the files: at most all of its tensors, and their elements."""
         entries = [self.tensors[name] for name in self.bound.sources()]
@@ -172,6 +198,7 @@ class MappedSource(NamedTuple):
         sources = self.bound.sources()
         return min((self.tensors[name].file, self.tensors[name].start) for name in sources)
 
+    @_once_for_similar
     def strides(self, box: Box) -> tuple[int, ...] | None:
         """Return strides, as far apart as the ends of a box are in the files, a step of each axis.
 
@@ -194,6 +221,7 @@ class MappedSource(NamedTuple):
             apart.append(sys.maxsize if far else -(-int(distance) * bits // (8 * max(1, steps))))
         return tuple(apart)
 
+    @_once_for_similar
     def joint_axes(self, box: Box, strides: Sequence[int]) -> tuple[int, ...]:
         """Return the dimensions of a box that are read as a whole, whatever part is needed.
 
@@ -210,6 +238,7 @@ class MappedSource(NamedTuple):
             if box.shape[axis] > 1 and 4 * self._taken_bytes(slab) > 3 * whole
         )
 
+    @_once_for_similar
     def is_decoded(self, box: Box) -> bool:
         """Whether values of a box are composed of several reads."""
         return any(isinstance(piece, DecodedPiece) for piece in self._first(box))
@@ -218,6 +247,20 @@ class MappedSource(NamedTuple):
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
     ) -> LeafPlan:
         """Plan a read straight into place where possible, else composed parts of `block_bytes`."""
+        plan = self._plan(local, dtype, block_bytes)
+        entries = self.tensors.entries
+
+        def of(read: LeafRead) -> LeafRead:
+            if self.similar is None:
+                return read._replace(name=name)
+            names = self.similar.names
+            sources = [s._replace(entry=entries[names[s.entry.name]]) for s in read.sources]
+            return read._replace(name=name, sources=tuple(sources))
+
+        return plan.with_reads(of)
+
+    @_once_for_similar
+    def _plan(self, local: AddressableShards, dtype: np.dtype, block_bytes: int) -> LeafPlan:
         tiles = tile(local.boxes)
         is_decoded = any(self.is_decoded(joined.box) for joined in tiles)
         pieces = [] if is_decoded else self._pieces([joined.box for joined in tiles])
@@ -229,12 +272,12 @@ class MappedSource(NamedTuple):
             ((stored, ops),) = formats
             # Elements that share bytes are read where they are; beside fills there is no cast.
             if not stored.packed and (not fills or dtype == self.dtype):
-                read = self._read(name, self.shape, affine, local, dtype)
+                read = self._read(self.shape, affine, local, dtype)
                 return LeafPlan(read._replace(is_computed=bool(ops), fills=tuple(fills)), ops)
         blocks = [self._parts(joined, block_bytes) for joined in tiles]
         # The first of all tiles, then the second of all: neighbours in the file come together.
         in_turn = [block for row in itertools.zip_longest(*blocks) for block in row if block]
-        return LeafPlan(None, blocks=tuple(self._compose(name, block) for block in in_turn))
+        return LeafPlan(None, blocks=tuple(self._compose(block) for block in in_turn))
 
     def needs(self, plan: LeafPlan) -> Iterator[tuple[str, Box]]:
         """Yields the pieces of tensors, by the tensor's name, that a plan reads."""
@@ -254,9 +297,7 @@ class MappedSource(NamedTuple):
             sources = tuple(source._replace(entry=entry(source.entry)) for source in read.sources)
             return read._replace(sources=sources)
 
-        read = None if plan.read is None else resolve(plan.read)
-        blocks = [b._replace(inputs=tuple(map(resolve, b.inputs))) for b in plan.blocks]
-        return plan._replace(read=read, blocks=tuple(blocks))
+        return plan.with_reads(resolve)
 
     def _parts(self, joined: Tile, most_bytes: int) -> Iterator[Tile]:
         """Yields a tile in parts, near together in the files, of bounded values and inputs."""
@@ -309,7 +350,6 @@ class MappedSource(NamedTuple):
 
     def _read(
         self,
-        name: str,
         shape: tuple[int, ...],
         pieces: list[AffinePiece],
         local: AddressableShards,
@@ -319,9 +359,9 @@ class MappedSource(NamedTuple):
         sources = tuple(
             TensorPiece(self.tensors[p.source], p.box, p.view, p.gather) for p in nested
         )
-        return LeafRead(name, shape, sources[0].entry.dtype, sources, local, dtype)
+        return LeafRead("", shape, sources[0].entry.dtype, sources, local, dtype)
 
-    def _compose(self, name: str, block: Tile) -> ComposedBlock:
+    def _compose(self, block: Tile) -> ComposedBlock:
         pieces = self.bound.pull_back(block.box, factored=True)
         inputs = []
         for piece in affine_pieces(pieces):
@@ -334,7 +374,7 @@ class MappedSource(NamedTuple):
             region = Box.whole(piece.view.shape)
             moved = piece._replace(box=region)
             local = AddressableShards.private((region,))
-            inputs.append(self._read(name, region.shape, [moved], local, entry.dtype.numpy))
+            inputs.append(self._read(region.shape, [moved], local, entry.dtype.numpy))
         return ComposedBlock(block, pieces, tuple(inputs))
 
 
@@ -389,7 +429,10 @@ def array_sources(
     tensors = StoredTensors(catalog.entries(mapping.needs(catalog.names, names)), catalog)
     specs = TensorSpecs.of_entries(tensors.entries, catalog.names, tensors.pieces)
     bound = mapping.bind(specs, names)
-    return {name: MappedSource(expr, tensors) for name, expr in bound.expressions.items()}
+    return {
+        name: MappedSource(expr, tensors, bound.similar.get(name))
+        for name, expr in bound.expressions.items()
+    }
 
 
 def leaf_sources(catalog: Catalog, expressions: Dict[str, BoundExpr]) -> dict[str, ArraySource]:

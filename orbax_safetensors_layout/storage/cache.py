@@ -78,7 +78,9 @@ class CachedStorage(Storage):
         if content is None or offset + total > self._storage.size(file):
             if total and content is None and not self._has_warned:
                 self._has_warned = True
-                problem = "%s is not cached: the server gives no strong ETag of it"
+                problem = (
+                    "%s is not cached: its storage tells no version of it, as by a strong ETag"
+                )
                 logging.warning(problem, redact_urls(file))
             self._storage.read_into(file, offset, buffers, shared=shared)
             return

@@ -367,6 +367,11 @@ def test_layers_of_one_kind_are_one_rule(tmp_path):
         ),
         ({"up.weight": np.zeros((4, 4), FP8)}, {}, "no known scheme has 'up.weight'"),
         (
+            {"up.weight_q": np.zeros((4, 4), np.int8), "up.weight_step": floats(4)},
+            {"quant_method": "made_up"},
+            r"'up.weight', quantised with 'made_up', .* 'up.weight_q' in I8",
+        ),
+        (
             {"up.weight": np.zeros((4, 4), FP8), "up.weight_scale": floats(3)},
             {"quant_method": "fp8"},
             r"scales of shape \[3\] do not fit values of shape \[4, 4\]",

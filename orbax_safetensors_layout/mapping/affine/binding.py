@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.geometry import Box
@@ -22,6 +23,22 @@ from .leaf_pieces import affine_pieces
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ExprModel:
+    """An expression that others differ from in the names of tensors alone."""
+
+    bound: BoundExpr
+    names: tuple[str, ...]
+    cached: dict[object, Any] = dataclasses.field(default_factory=dict)  # results for all
+
+
+class SimilarExpr(NamedTuple):
+    """A model, and how the expression of a leaf differs from it."""
+
+    model: ExprModel
+    names: dict[str, str]  # of its tensors, by those of the model
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundMapping:
     """Loading: leaves as expressions over tensors. Saving: tensors as expressions over leaves.
@@ -33,6 +50,7 @@ class BoundMapping:
     expressions: dict[str, BoundExpr]
     ties: dict[str, str]
     notes: dict[str, object]  # what each expression was written as, for `explain`
+    similar: dict[str, SimilarExpr] = dataclasses.field(default_factory=dict)
 
     def specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec(expr.shape, expr.dtype) for name, expr in self.expressions.items()}
@@ -64,6 +82,8 @@ class Binder:
     used: set[str] = dataclasses.field(default_factory=set)  # tensors that leaves take
     _problems: list[Problem] = dataclasses.field(default_factory=list)
     _missing: dict[str, None] = dataclasses.field(default_factory=dict)
+    _models: dict[object, ExprModel] = dataclasses.field(default_factory=dict)
+    _similar: dict[str, SimilarExpr] = dataclasses.field(default_factory=dict)
 
     def bind(self, ignored: Sequence[re.Pattern[str]] | None) -> BoundMapping:
         """Binds every leaf, or raises one error for all problems; None ignores all tensors."""
@@ -90,7 +110,7 @@ class Binder:
             what = "The mapping does not fit the checkpoint and the model"
             raise mapping_error(what, self._problems, names)
         order = [target.leaf for target in targets if target.leaf in bound]
-        return BoundMapping({leaf: bound[leaf] for leaf in order}, ties, notes)
+        return BoundMapping({leaf: bound[leaf] for leaf in order}, ties, notes, self._similar)
 
     def _tie(
         self, targets: Sequence[RuleTarget], bound: dict[str, BoundExpr], notes: dict[str, object]
@@ -135,10 +155,9 @@ class Binder:
         return list({WILDCARD.sub("0", pattern): None for pattern in lacking} | self._missing)
 
     def _bind_leaf(self, target: RuleTarget, expr: Expr, leaves: dict[str, BoundExpr]) -> None:
-        leaf, rule, captures = target
+        leaf, rule, _ = target
         try:
-            bound = expr.bind(captures, self.specs)
-            self._check_packed(bound)
+            bound = self._bound(target, expr)
         except MappingError as error:
             problems = within(error, f"leaf {leaf!r}", f"rule {pattern_of(rule.target)!r}").problems
             self._problems += problems
@@ -149,10 +168,26 @@ class Binder:
             self._check_shape(leaf, bound, expr, rule.target)
             leaves[leaf] = bound
 
-    def _check_packed(self, bound: BoundExpr) -> None:
+    def _bound(self, target: RuleTarget, expr: Expr) -> BoundExpr:
+        """Binds an expression, or takes that of another leaf of its rule, for other tensors."""
+        names = target.rule.patterns(target.captures)
+        known = [self.specs[n] for n in names if n in self.specs and n not in self.specs.pieces]
+        packed = (name in self.specs.packed for name in names)
+        likeness = (id(expr), *known, *map(names.index, names), *packed)
+        model = self._models.get(likeness)
+        if model is None:
+            bound = self._checked(expr.bind(target.captures, self.specs))
+            if len(known) < len(names) or not expr.is_generic:
+                return bound
+            model = self._models[likeness] = ExprModel(bound, tuple(names))
+        renaming = dict(zip(model.names, names, strict=True))
+        self._similar[target.leaf] = SimilarExpr(model, renaming)
+        return model.bound.renamed(renaming)
+
+    def _checked(self, bound: BoundExpr) -> BoundExpr:
         """Refuses to rearrange elements that share bytes."""
         if not self.specs.packed or self.specs.packed.isdisjoint(bound.sources()):
-            return
+            return bound
         for piece in affine_pieces(bound.pull_back(Box.whole(bound.shape), factored=True)):
             shape, dtype = self.specs[piece.source]
             if piece.source in self.specs.packed and piece.view.box_in(shape) is None:
@@ -162,6 +197,7 @@ class Binder:
                 )
                 hint = "Load the tensor by itself and rearrange the array."
                 raise Problems([Problem(text, hint=hint)])
+        return bound
 
     def _check_shape(self, leaf: str, bound: BoundExpr, origin: object, target: str) -> None:
         expected = None if self.leaves is None else self.leaves.get(leaf)

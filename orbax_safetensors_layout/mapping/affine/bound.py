@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +85,16 @@ class BoundExpr(abc.ABC):
         for operand in self.children():
             yield from operand.nodes()
 
+    def renamed(self, names: Mapping[str, str]) -> BoundExpr:
+        """Return the same of other tensors, of the same shapes and dtypes: each by its name."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for key, value in values.items():
+            if isinstance(value, BoundExpr):
+                values[key] = value.renamed(names)
+            elif isinstance(value, tuple) and value and isinstance(value[0], BoundExpr):
+                values[key] = tuple(operand.renamed(names) for operand in value)
+        return type(self)(**values)
+
     def sources(self) -> tuple[str, ...]:
         """Return the names of all tensors it takes, each once, in the order of their use."""
         return tuple(dict.fromkeys(n.name for n in self.nodes() if isinstance(n, WholeTensor)))
@@ -109,6 +119,9 @@ class WholeTensor(BoundExpr):
 
     name: str
     stored: BoundExpr | None = None
+
+    def renamed(self, names: Mapping[str, str]) -> BoundExpr:
+        return WholeTensor(self.shape, self.dtype, names[self.name])
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         if self.stored is not None:

@@ -84,26 +84,39 @@ def dequantized(path: str | os.PathLike[str], *, dtype: Any = "bfloat16") -> Map
         entries = catalog.all_entries()
         settings = QuantizationSettings(_settings(catalog))
 
+        reads: list[TensorEntry] = []
+
         @functools.cache
         def read(entry: TensorEntry) -> bytes:
             return read_range(catalog.storage, entry.file, entry.start, entry.nbytes)
 
+        def read_and_note(entry: TensorEntry) -> bytes:
+            reads.append(entry)
+            return read(entry)
+
+        similar: dict[object, Expr] = {}  # of weights of which nothing is read
         weights: dict[str, _DecodedWeight] = {}
         for name in entries:
             for scheme, plain in _candidates(name, entries[name]):
                 named = _wildcards(plain)
-                weight = FoundWeight(plain, named, entries, settings, result.name, read)
+                weight = FoundWeight(plain, named, entries, settings, result.name, read_and_note)
                 if scheme.fits(weight):
                     if plain in weights or (plain in entries and plain != name):
                         raise weight.error("there are several weights of this name")
                     parts = (scheme.values, *scheme.needs, *scheme.beside)
                     names = [weight.name_of(part) for part in parts]
                     stored = tuple(part for part in names if part in entries)
-                    weights[plain] = _DecodedWeight(scheme, weight, scheme.decode(weight), stored)
+                    kinds = (e and (e.dtype.code, e.shape) for e in map(entries.get, names))
+                    likeness = (scheme.name, named, *kinds)
+                    expr = similar.get(likeness)
+                    if expr is None:
+                        reads.clear()
+                        expr = scheme.decode(weight)
+                        if not reads:
+                            similar[likeness] = expr
+                    weights[plain] = _DecodedWeight(scheme, weight, expr, stored)
                     break
-            else:
-                _check_plain(name, entries, settings)
-        return _mapping(entries, weights)
+        return _mapping(entries, weights, settings)
 
 
 def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
@@ -162,17 +175,26 @@ def _check_plain(
     is_weight = last in ("weight", "qweight", "weight_packed") or last.endswith(
         ("_blocks", "_packed")
     )
-    if (is_small and is_weight) or (is_weight and last != "weight" and entry.dtype.code == "I32"):
+    is_matrix = bool(settings.values) and len(entry.shape) > 1
+    is_words = entry.dtype.code == "I32" and (is_matrix or (is_weight and last != "weight"))
+    if is_words or (is_small and (is_weight or is_matrix)):
         plain = name.removesuffix(last) + "weight"
         weight = FoundWeight(plain, plain, entries, settings, "float32", lambda _: b"")
         raise weight.error(f"no known scheme has {name!r} in {entry.dtype.code}")
 
 
-def _mapping(entries: Dict[str, TensorEntry], weights: Dict[str, _DecodedWeight]) -> Mapping:
+def _mapping(
+    entries: Dict[str, TensorEntry],
+    weights: Dict[str, _DecodedWeight],
+    settings: QuantizationSettings,
+) -> Mapping:
     taken = {part for weight in weights.values() for part in weight.parts}
     plain = [name for name in entries if name not in taken]
     dropped = [name for name in plain if weights and _OF_ACTIVATIONS.fullmatch(name)]
-    kept = {name: tensor(_wildcards(name)) for name in plain if name not in set(dropped)}
+    left = set(dropped)
+    kept = {name: tensor(_wildcards(name)) for name in plain if name not in left}
+    for name in kept:
+        _check_plain(name, entries, settings)
     exprs = kept | {name: weight.expr for name, weight in weights.items()}
     unread = {  # parts that say what is known without them
         part

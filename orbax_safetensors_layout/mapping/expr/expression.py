@@ -128,6 +128,11 @@ class Expr(abc.ABC):
     def children(self) -> Sequence[Expr]:
         return ()
 
+    @property
+    def is_generic(self) -> bool:
+        """Whether names of tensors do not count, where their shapes and dtypes are the same."""
+        return all(operand.is_generic for operand in self.children())
+
     def patterns(self) -> Iterator[str]:
         """Yields the name patterns of all its tensors."""
         for operand in self.children():

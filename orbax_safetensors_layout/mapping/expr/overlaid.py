@@ -48,6 +48,10 @@ class Overlaid(Expr):
     name: str
     overlay: Overlay
 
+    @property
+    def is_generic(self) -> bool:
+        return False
+
     def __repr__(self) -> str:
         return f"merged({self.operand!r})"
 
