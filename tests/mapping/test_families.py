@@ -235,6 +235,108 @@ def test_prefix_of_a_folder(saved, tmp_path):
     assert specs["params.token_embedder.embedding"].shape == (96, 40)
 
 
+VISION_SIZES = {
+    "llama4": {
+        "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28,
+        "num_attention_heads": 2, "patch_size": 14, "vision_output_dim": 16,
+        "projector_input_dim": 16, "projector_output_dim": 16,
+    },
+    "qwen3_5": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": 32, "num_position_embeddings": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VISION_SIZES)
+def test_language_models_of_those_with_vision(saved, tmp_path, name):
+    """The folder's names are found, and nothing of the vision model is asked for or lost."""
+    text = getattr(transformers, f"{MODELS[name][0]}TextConfig")(**saved[name].config)
+    text, vision = text.to_dict(), VISION_SIZES[name]
+    outer = transformers.AutoConfig.for_model(name, text_config=text, vision_config=vision)
+    model = transformers.AutoModelForImageTextToText.from_config(outer).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    files = osl.load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (embedding,) = (n for n in files if n.endswith("embed_tokens.weight"))
+    assert embedding in families.mapping(config).rules[0].patterns()
+    mapping = families.mapping(tmp_path)
+    expected = families.mapping(saved[name].folder).leaf_facts(saved[name].folder)
+    assert {n: f.shape for n, f in mapping.leaf_facts(tmp_path).items()} == {
+        n: f.shape for n, f in expected.items()
+    }
+    tree = osl.load(tmp_path, mapping=mapping)
+    with pytest.raises(MappingError, match=r"would lack tensors|lack \d+ of"):
+        osl.save(tmp_path / "out", tree, mapping=mapping.like(tmp_path))
+    left = ["*vision_model.*", "*visual.*", "*multi_modal_projector.*"]
+    osl.save(tmp_path / "out", tree, mapping=mapping.like(tmp_path, leave_out=left))
+    back = osl.load(tmp_path / "out")
+    assert set(back) == {n for n in files if "vis" not in n and "projector" not in n}
+    for tensor, value in back.items():
+        assert_same_bits(np.asarray(value), np.asarray(files[tensor]))
+
+
+def test_experts_of_a_layer_in_one_tensor(saved):
+    """Published Qwen 3.5 has them so; what transformers saves, and FP8, has each by itself."""
+    folder, config, tensors, _ = saved["qwen3_5_moe"]
+    expected = REFERENCES["plain"]("qwen3_5_moe", config, tensors, True)
+    stored = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for i in range(config["num_hidden_layers"]):
+        before = f"model.layers.{i}.mlp.experts."
+        gate, up, down = (
+            np.stack([tensors[f"{before}{e}.{n}_proj.weight"] for e in range(4)])
+            for n in ("gate", "up", "down")
+        )
+        stored[f"{before}gate_up_proj"] = np.concatenate([gate, up], 1)
+        stored[f"{before}down_proj"] = down
+    mapping = families.mapping(config)
+    check(mapping, specs_of(stored), stored, expected)
+    check_inverse(mapping.like(specs_of(stored)), specs_of(stored), stored, expected)
+    for name in [name for name in stored if ".experts." in name]:
+        lacking = {n: spec for n, spec in specs_of(stored).items() if n != name}
+        with pytest.raises(MappingError, match=f"there is no tensor '{name}'"):
+            mapping.abstract(lacking)
+    check(families.mapping(folder), folder, tensors, expected)
+
+
+def test_a_module_for_multi_token_prediction_is_ignored_and_not_lost(saved, tmp_path):
+    whole, _, tensors, _ = saved["qwen3_next"]
+    folder = copy(whole, tmp_path / "files", more={"mtp.fc.weight": torch.ones(2, 2)})
+    mapping = families.mapping(folder)
+    tree = osl.load(folder, mapping=mapping)
+    with pytest.raises(MappingError, match=r"would lack tensors.*mtp"):
+        osl.save(tmp_path / "out", tree, mapping=mapping)
+    osl.save(tmp_path / "out", tree, mapping=mapping.like(folder, leave_out="mtp.*"))
+    assert set(osl.metadata(tmp_path / "out")) == set(tensors)
+    osl.save(tmp_path / "back", tree, mapping=families.mapping(whole))  # files that have none
+    assert set(osl.metadata(tmp_path / "back")) == set(tensors)
+
+
+def test_types_of_layers_that_a_hybrid_model_has_not(saved):
+    config = saved["qwen3_next"].config
+    types = [*config["layer_types"][:-1], "sliding_attention"]
+    with pytest.raises(MappingError, match=r"each one of .*linear_attention"):
+        families.mapping(config | {"layer_types": types})
+    ratio = {"linear_num_value_heads": 3}
+    with pytest.raises(MappingError, match=r"a multiple of 2 key heads"):
+        families.mapping(config | ratio)
+
+
+@pytest.mark.parametrize("interval", [None, 2, 4, 8])
+def test_layers_of_full_attention_by_their_interval(saved, interval):
+    """As published configurations of Qwen3-Next say it, without `layer_types`."""
+    config = {k: v for k, v in saved["qwen3_next"].config.items() if k != "layer_types"}
+    config |= {} if interval is None else {"full_attention_interval": interval}
+    types = transformers.Qwen3NextConfig(**config).layer_types
+    assert repr(families.mapping(config)) == repr(families.mapping(config | {"layer_types": types}))
+
+
+def test_kimi_k2_is_a_deepseek_v3(saved):
+    config = saved["deepseek_v3"].config
+    kimi = families.mapping(config | {"model_type": "kimi_k2"}, target="maxtext")
+    assert repr(kimi) == repr(families.mapping(config, target="maxtext"))
+
+
 def test_buffers_and_tied_heads_of_old_checkpoints_are_ignored(saved):
     _, config, tensors, _ = saved["llama3"]
     specs = specs_of(tensors)

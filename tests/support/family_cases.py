@@ -11,8 +11,14 @@ FAMILY |= {
     "granite_biased": "granite",
     "starcoder2_unbiased": "starcoder2",
     "cohere_unnormed": "cohere",
+    "llama4_scout": "llama4",
+    "qwen2_moe_unbiased": "qwen2_moe",
+    "qwen3_next_mixed": "qwen3_next",
 }
-ONLY_PLAIN = ("glm4_moe", "olmo2", "phi3", "granite", "starcoder2", "cohere", "cohere2")
+ONLY_PLAIN = (
+    *("glm4_moe", "olmo2", "phi3", "granite", "starcoder2", "cohere", "cohere2", "llama4"),
+    *("qwen2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+)
 NOT_IN_MAXTEXT = ("llama_biased", "qwen3_moe_mixed")
 NOT_IN_TUNIX = (
     *("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral"),

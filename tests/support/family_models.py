@@ -27,6 +27,15 @@ LATENT = {
     "topk_group": 1,
     "n_shared_experts": 1,
 }
+HYBRID = {
+    "head_dim": 16,
+    "num_hidden_layers": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+SHARED = {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 20}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -97,6 +106,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"use_qk_norm": True}),
     "cohere_unnormed": ("Cohere", {"attention_bias": True}),
     "cohere2": ("Cohere2", {"head_dim": 16}),
+    "llama4": (
+        "Llama4",
+        {"head_dim": 16, "num_local_experts": 5, "intermediate_size_mlp": 40}
+        | {"num_hidden_layers": 4, "interleave_moe_layer_step": 2},
+    ),
+    "llama4_scout": ("Llama4", {"head_dim": 16, "num_local_experts": 3, "attention_bias": True}),
+    "qwen2_moe": ("Qwen2Moe", SHARED),
+    "qwen2_moe_unbiased": ("Qwen2Moe", {**SHARED, "qkv_bias": False, "mlp_only_layers": [0]}),
+    "qwen3_next": ("Qwen3Next", SHARED | HYBRID),
+    "qwen3_next_mixed": ("Qwen3Next", SHARED | HYBRID | {"mlp_only_layers": [0, 3]}),
+    "qwen3_5": ("Qwen3_5", HYBRID),
+    "qwen3_5_moe": ("Qwen3_5Moe", SHARED | HYBRID),
 }
 
 
@@ -115,7 +136,7 @@ def make(name: str, folder, dtype: str = "bfloat16", **more: Any) -> Saved:
     import transformers
 
     kind, changes = MODELS[name]
-    text = "Text" if kind == "Gemma3" else ""
+    text = "Text" if hasattr(transformers, f"{kind}TextConfig") else ""
     config = getattr(transformers, f"{kind}{text}Config")(
         **DIMS | {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0} | changes | more
     )

@@ -44,8 +44,9 @@ def attention_kernels(x, d_v=None):
     else:
         weights = {name: x(f"self_attn.{name}_proj.weight") for name in "qkv"}
     for name, heads in (("q", x.heads), ("k", x.kv), ("v", x.kv)):
-        weight = weights[name]
-        leaves[name] = weight.T.reshape(weight.shape[1], heads, x.d)
+        weight = weights[name]  # queries of some models have a gate beside each
+        leaves[name] = weight.T.reshape(weight.shape[1], heads, -1)
+        assert leaves[name].shape[2] in ((x.d, 2 * x.d) if name == "q" else (x.d,))
     weight = x("self_attn.o_proj.weight")
     leaves["o"] = weight.T.reshape(x.heads, x.d, weight.shape[0])
     return leaves
@@ -67,6 +68,30 @@ def latent_kernels(x):
         leaves["q_a"] = x.linear("self_attn.q_a_proj")
         leaves["q_b"] = x.linear("self_attn.q_b_proj").reshape(c["q_lora_rank"], h, q_dim)
     return leaves
+
+
+def linear_attention(x):
+    """The gated delta rule of Qwen3-Next and Qwen 3.5."""
+    c = x.c
+    keys, values = c["linear_num_key_heads"], c["linear_num_value_heads"]
+    out = x("linear_attn.out_proj.weight")
+    leaves = {
+        "A_log": x("linear_attn.A_log"),
+        "dt_bias": x("linear_attn.dt_bias"),
+        "conv1d.kernel": x("linear_attn.conv1d.weight").transpose(2, 1, 0),
+        "norm.scale": x("linear_attn.norm.weight"),
+        "out_proj.kernel": out.T.reshape(values, c["linear_value_head_dim"], out.shape[0]),
+    }
+    if "linear_attn.in_proj_qkvz.weight" in x:
+        for name in ("in_proj_qkvz", "in_proj_ba"):
+            kernel = x.linear(f"linear_attn.{name}")
+            leaves[f"{name}.kernel"] = kernel.reshape(len(kernel), keys, -1)
+    else:
+        for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"):
+            leaves[f"{name}.kernel"] = x.linear(f"linear_attn.{name}")
+        gate = leaves["in_proj_z.kernel"]
+        leaves["in_proj_z.kernel"] = gate.reshape(len(gate), values, -1)
+    return {f"linear_attn.{name}": array for name, array in leaves.items()}
 
 
 def plain_layer(family, x):
@@ -100,6 +125,8 @@ def plain_layer(family, x):
         }
         kernels = latent_kernels(x).items()
         leaves |= {f"self_attn.{names[name]}.kernel": array for name, array in kernels}
+    elif "linear_attn.A_log" in x:
+        leaves |= linear_attention(x)
     else:
         kernels = attention_kernels(x).items()
         leaves |= {f"self_attn.{name}_proj.kernel": array for name, array in kernels}
@@ -115,7 +142,7 @@ def plain_layer(family, x):
         gate, up = np.split(x.linear("mlp.gate_up_proj"), 2, axis=1)
         leaves |= {"mlp.gate_proj.kernel": gate, "mlp.up_proj.kernel": up}
     for name in ("gate_proj", "up_proj", "down_proj", "c_fc", "c_proj"):
-        for before in ("mlp.", "mlp.shared_experts."):
+        for before in ("mlp.", "mlp.shared_experts.", "mlp.shared_expert."):
             if f"{before}{name}.weight" in x:
                 leaves[f"{before}{name}.kernel"] = x.linear(before + name)
             if f"{before}{name}.bias" in x:
@@ -125,6 +152,10 @@ def plain_layer(family, x):
         n = leaves["mlp.router.kernel"].shape[1]
         for name in ("gate_proj", "up_proj", "down_proj"):
             leaves[f"mlp.experts.{name}.kernel"] = x.experts(f"mlp.experts.{{}}.{name}.weight", n)
+    if "mlp.shared_expert_gate.weight" in x:
+        leaves["mlp.shared_expert_gate.kernel"] = x.linear("mlp.shared_expert_gate")
+    if family == "llama4":
+        leaves |= llama4_mlp(x)
     if "mlp.gate.e_score_correction_bias" in x:
         leaves["mlp.router.e_score_correction_bias"] = x("mlp.gate.e_score_correction_bias")
     if family == "mixtral":
@@ -146,6 +177,24 @@ def plain_layer(family, x):
     return leaves
 
 
+def llama4_mlp(x):
+    """MLP or experts of a layer."""
+    before = "feed_forward."
+    names = ("gate_proj", "up_proj", "down_proj")
+    if f"{before}router.weight" not in x:
+        return {f"mlp.{name}.kernel": x.linear(before + name) for name in names}
+    leaves = {
+        f"mlp.shared_expert.{n}.kernel": x.linear(f"{before}shared_expert.{n}") for n in names
+    }
+    gate, up = np.split(x(f"{before}experts.gate_up_proj"), 2, axis=-1)
+    return leaves | {
+        "mlp.router.kernel": x.linear(f"{before}router"),
+        "mlp.experts.gate_proj.kernel": gate,
+        "mlp.experts.up_proj.kernel": up,
+        "mlp.experts.down_proj.kernel": x(f"{before}experts.down_proj"),
+    }
+
+
 def plain(family, config, tensors, scan):
     leaves = {
         "embed_tokens.embedding": tensors["model.embed_tokens.weight"],
@@ -159,11 +208,17 @@ def plain(family, config, tensors, scan):
     layers = [plain_layer(family, Layer(tensors, i, config)) for i in range(n)]
     if not scan:
         return leaves | {f"layers.{i}.{k}": v for i, x in enumerate(layers) for k, v in x.items()}
-    sparse = [x for x in layers if "mlp.router.kernel" in x]
-    dense = [x for x in layers if "mlp.router.kernel" not in x]
-    if sparse and dense:
-        return leaves | stacked("dense_layers.", dense, 0) | stacked("moe_layers.", sparse, 0)
-    return leaves | stacked("layers.", layers, 0)
+    kinds = {}
+    for x in layers:
+        traits = ("moe" if "mlp.router.kernel" in x else "dense",
+                  "linear" if "linear_attn.A_log" in x else "full")  # fmt: skip
+        kinds.setdefault(traits, []).append(x)
+    for traits, group in kinds.items():  # those are named in which layers differ
+        differ = [t for i, t in enumerate(traits) if len({other[i] for other in kinds}) > 1]
+        hybrid = config.get("linear_num_key_heads") and traits[1] not in differ
+        words = [*differ, *([traits[1]] if hybrid else []), "layers"]
+        leaves |= stacked("_".join(words) + ".", group, 0)
+    return leaves
 
 
 def stacked(before, layers, axis, first=()):

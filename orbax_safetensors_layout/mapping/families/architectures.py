@@ -13,6 +13,13 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 _QKVO = (*_QKV, "o_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
 _TIED = {"tie_word_embeddings": True}
+_SPARSE_STEP = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
+_HYBRID = {"head_dim": 256, "full_attention_interval": 4} | {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 _GEMMA_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -49,10 +56,20 @@ class Architecture:
         head_norms_flag: Key that says whether there are any, by default not; None if there are.
         biases: The projections with a bias.
         mlp: The projections of the MLP.
+        feed_forward: The module of the MLP or the experts.
         fused: Whether queries, keys and values are one tensor, and gate and up another.
         latent: Whether attention is DeepSeek's multi-head latent attention.
+        linear: Projections of the layers with linear attention, if there are such: those of the
+            `joined` heads of queries, keys, values and gates, or `parted` ones.
+        gated_queries: Whether the projection of queries has a gate beside each.
         routing_bias: Whether routers have an `e_score_correction_bias`.
-        shared_experts: Whether layers may have experts that all tokens take.
+        shared_experts: The module of the experts that all tokens take.
+        shared_gate: Whether these have a gate.
+        experts: Experts of a layer, one `each`, or all `stacked` in one tensor: as they are used,
+            or with inputs last, `transposed`, where files have them so, else each.
+        prediction: Tensors for multi-token prediction: of more `layers`, or of a module `mtp`.
+        vision: Patterns of the tensors of a vision model beside it.
+        prefix: Prefix of the names of the language model's tensors, where there is such.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -62,10 +79,18 @@ class Architecture:
     head_norms_flag: str | None = None
     biases: tuple[Biases, ...] = (_ATTENTION_BIAS,)
     mlp: tuple[str, ...] = GATED
+    feed_forward: str = "mlp"
     fused: bool = False
     latent: bool = False
+    linear: Literal["joined", "parted"] | None = None
+    gated_queries: bool = False
     routing_bias: bool = False
-    shared_experts: bool = False
+    shared_experts: Literal["shared_experts", "shared_expert"] | None = None
+    shared_gate: bool = False
+    experts: Literal["each", "stacked", "transposed"] = "each"
+    prediction: Literal["layers", "mtp"] | None = None
+    vision: tuple[str, ...] = ("*vision_tower.*", "*multi_modal_projector.*")
+    prefix: str = "language_model.model."
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -74,7 +99,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture(biases=(Biases(_QKV),)),
     "qwen3": Architecture(defaults={"head_dim": 128}, head_norms="share"),
     "qwen3_moe": Architecture(
-        defaults={"num_experts": 128, "decoder_sparse_step": 1, "mlp_only_layers": ()},
+        defaults={"num_experts": 128, **_SPARSE_STEP},
         head_norms="share",
     ),
     "gemma2": Architecture(
@@ -98,14 +123,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"first_k_dense_replace": 0, "n_routed_experts": 64, "q_lora_rank": 1536},
         biases=(),
         latent=True,
-        shared_experts=True,
+        shared_experts="shared_experts",
     ),
     "deepseek_v3": Architecture(
         defaults={"first_k_dense_replace": 3, "n_routed_experts": 256, "q_lora_rank": 1536},
         biases=(),
         latent=True,
         routing_bias=True,
-        shared_experts=True,
+        shared_experts="shared_experts",
+        prediction="layers",
     ),
     "gpt_oss": Architecture(
         defaults={"head_dim": 64, "num_local_experts": 128},
@@ -122,7 +148,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         head_norms_flag="use_qk_norm",
         biases=(Biases(_QKV, "attention_bias"),),
         routing_bias=True,
-        shared_experts=True,
+        shared_experts="shared_experts",
+        prediction="layers",
     ),
     "olmo2": Architecture(
         norms=("post_attention_layernorm", "post_feedforward_layernorm"), head_norms="jointly"
@@ -145,5 +172,54 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         head_norms_flag="use_qk_norm",
     ),
     "cohere2": Architecture(defaults=_TIED, norms=("input_layernorm",)),
+    "llama4": Architecture(
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 16,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 1,
+        },
+        feed_forward="feed_forward",
+        experts="stacked",
+        shared_experts="shared_expert",
+        vision=("*vision_model.*", "*multi_modal_projector.*"),
+    ),
+    "qwen2_moe": Architecture(
+        defaults={"num_experts": 60, "qkv_bias": True, **_SPARSE_STEP},
+        biases=(Biases(_QKV, "qkv_bias", default=True),),
+        shared_experts="shared_expert",
+        shared_gate=True,
+    ),
+    "qwen3_next": Architecture(
+        defaults={"num_key_value_heads": 2, "num_experts": 512, **_SPARSE_STEP, **_HYBRID},
+        head_norms="share",
+        linear="joined",
+        gated_queries=True,
+        shared_experts="shared_expert",
+        shared_gate=True,
+        prediction="mtp",
+    ),
+    "qwen3_5": Architecture(
+        defaults={"num_key_value_heads": 4, **_HYBRID},
+        head_norms="share",
+        linear="parted",
+        gated_queries=True,
+        prediction="mtp",
+        vision=("*visual.*",),
+        prefix="model.language_model.",
+    ),
+    "qwen3_5_moe": Architecture(
+        defaults={"num_key_value_heads": 2, "num_experts": 256, **_HYBRID},
+        head_norms="share",
+        linear="parted",
+        gated_queries=True,
+        experts="transposed",
+        shared_experts="shared_expert",
+        shared_gate=True,
+        prediction="mtp",
+        vision=("*visual.*",),
+        prefix="model.language_model.",
+    ),
 }
 FAMILIES = tuple(ARCHITECTURES)

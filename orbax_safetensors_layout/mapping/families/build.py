@@ -16,7 +16,6 @@ from .steps import AS_IT_IS, ROUTER, FamilyLeaf, LayerGroup, TensorStep, Tree
 from .tensors import EMBEDDING_TENSOR, NORM_TENSOR, head_name
 
 _BUFFERS = ("*.rotary_emb.inv_freq",)  # that transformers saved until 4.31
-_VISION = ("*vision_tower.*", "*multi_modal_projector.*")
 _UNTIE = (
     "The configuration ties the output kernel to the embedding; where the checkpoint has another"
     " one, that is what transformers uses: load it with untie=True."
@@ -37,12 +36,12 @@ class MappingBuilder:
     root: str  # with its dot
     keep: bool  # whether quantised tensors stay as they are
     head: bool  # whether an untied model has an output kernel
-    extra: bool  # whether there may be layers for multi-token prediction
+    extra: bool  # whether there may be tensors for multi-token prediction
 
     def build(self, tree: Tree) -> Mapping:
         dims = self.dims
-        vision = _VISION if dims.multimodal else ()
-        extra = []  # layers for multi-token prediction
+        vision = dims.architecture.vision if dims.multimodal else ()
+        extra = ["mtp.*"] if dims.architecture.prediction == "mtp" else []
         if dims.extra:
             last = dims.layers + dims.extra - 1
             extra = [f"{self.prefix}layers.{{{dims.layers}..{last}}}.*"]

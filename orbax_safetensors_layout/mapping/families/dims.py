@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_safetensors_layout.errors import MappingError
@@ -16,7 +16,8 @@ from .weight_format import WeightFormat, weight_format
 # Keys that no classes read but those of families with a default for them.
 _OWN = (
     *("query_pre_attn_scalar", "sliding_window_pattern", "decoder_sparse_step", "mlp_only_layers"),
-    "first_k_dense_replace",
+    *("first_k_dense_replace", "moe_layers", "interleave_moe_layer_step"),
+    "full_attention_interval",
 )
 
 # Which value ties the output kernel of a model within another, by the outer `model_type`: the outer
@@ -53,6 +54,16 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """The gated delta rule of Qwen; dimensions are those of a head."""
+
+    key_heads: int  # of queries as well
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Dims:
     """The dimensions of one model."""
 
@@ -63,7 +74,7 @@ class Dims:
     kv_heads: int
     head_dim: int
     hidden: int
-    mlp: int  # of dense layers; 0 where it is not needed
+    fused_width: int  # of gate, and of up, where they are one tensor; else 0
     vocab: int  # rows of the embedding
     tied: bool  # whether the output kernel is the embedding where the files have none
     headless: bool  # whether the model is one without an output kernel, as embedders are
@@ -74,6 +85,8 @@ class Dims:
     shared_experts: bool  # whether layers have experts that all tokens take
     extra: int  # layers after the last, for multi-token prediction
     latent: Latent | None
+    linear: LinearAttention | None  # of the layers that are not of full attention
+    stacked_experts: bool  # whether the experts of a layer are one tensor
     biased: frozenset[str]  # the projections that have a bias
     head_norms: bool  # whether queries and keys have norms
     quantized: WeightFormat | None
@@ -83,6 +96,10 @@ class Dims:
     @property
     def sparse(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.layers) if i not in self.dense)
+
+    def of_type(self, layers: Sequence[int], attention: str) -> tuple[int, ...]:
+        """Return those of some layers with a type of attention."""
+        return tuple(i for i in layers if self.layer_types[i] == attention)
 
     def check_uniform(self, target: str) -> None:
         """Refuses layers that are partly dense, which `target` does not have."""
@@ -101,8 +118,11 @@ class Dims:
                 raise MappingError(what, expected=expected, found=short_repr(kind))
 
 
-def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
-    """Return the dimensions that a configuration gives; with vision, its `text_config` counts."""
+def dims_of(family: str, config: Mapping[str, Any], names: Sequence[str] = ()) -> Dims:
+    """Return the dimensions that a configuration gives; with vision, its `text_config` counts.
+
+    `names` are those of the files' tensors, if there are files.
+    """
     outer = Section(config, family)
     inner = outer.section("text_config")
     values = dict(config)
@@ -119,12 +139,18 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
     head_dim = read.integer("head_dim", hidden // heads)
     latent = _latent(read) if architecture.latent else None
     sparse = not defaults.keys().isdisjoint(_EXPERTS)
-    n = read.integer("sliding_window_pattern", 0)
-    cycle = [f"{'sliding' if i % n else 'full'}_attention" for i in range(1, layers + 1) if n]
+    local = "linear" if architecture.linear else "sliding"
+    n = read.integer(
+        "full_attention_interval" if architecture.linear else "sliding_window_pattern", 0
+    )
+    cycle = [f"{local if i % n else 'full'}_attention" for i in range(1, layers + 1) if n]
     layer_types = read.texts("layer_types") or tuple(cycle)
     if layer_types and len(layer_types) != layers:
         read.raise_error("layer_types", f"one for each of {layers:,} layers", layer_types)
-    shared, flag = architecture.shared_experts, architecture.head_norms_flag
+    flag = architecture.head_norms_flag
+    types = {"linear_attention", "full_attention"}
+    if architecture.linear and not types.issuperset(layer_types):
+        read.raise_error("layer_types", f"each one of {sorted(types)}", layer_types)
     most, most_experts = (0, _MOST_LAYERS), (1, _MOST_EXPERTS // layers)
     return Dims(
         family=family,
@@ -134,7 +160,7 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         kv_heads=read.integer("num_key_value_heads", heads),
         head_dim=head_dim,
         hidden=hidden,
-        mlp=read.integer("intermediate_size") if architecture.fused else 0,
+        fused_width=_fused_width(architecture, read),
         vocab=read.integer("vocab_size"),
         tied=_tied(outer, read),
         headless=_headless(outer),
@@ -142,9 +168,14 @@ def dims_of(family: str, config: Mapping[str, Any]) -> Dims:
         rope=_rope(read),
         experts=read.integer(read.need(*_EXPERTS), bounds=most_experts) if sparse else 0,
         dense=_dense(read, layers) if sparse else tuple(range(layers)),
-        shared_experts=shared and read.integer("n_shared_experts", 1, bounds=most) > 0,
-        extra=read.integer("num_nextn_predict_layers", 0, bounds=most) if shared else 0,
+        shared_experts=architecture.shared_experts is not None
+        and read.integer("n_shared_experts", 1, bounds=most) > 0,
+        extra=read.integer("num_nextn_predict_layers", 0, bounds=most)
+        if architecture.prediction == "layers"
+        else 0,
         latent=latent,
+        linear=_linear(read) if architecture.linear else None,
+        stacked_experts=_stacked_experts(architecture, names),
         biased=_biased(architecture, read),
         head_norms=architecture.head_norms is not None and (flag is None or read.flag(flag, False)),
         quantized=weight_format(family, read.section("quantization_config")),
@@ -196,10 +227,38 @@ def _latent(read: Section) -> Latent:
     return Latent(ranked, keys + rotated, keys + values, values)
 
 
+def _linear(read: Section) -> LinearAttention:
+    keys, values = read.integer("linear_num_key_heads"), read.integer("linear_num_value_heads")
+    if values % keys:
+        read.raise_error("linear_num_value_heads", f"a multiple of {keys:,} key heads", values)
+    dims = read.integer("linear_key_head_dim"), read.integer("linear_value_head_dim")
+    return LinearAttention(keys, values, *dims)
+
+
+def _fused_width(architecture: Architecture, read: Section) -> int:
+    if architecture.experts == "transposed":
+        return read.integer("moe_intermediate_size")
+    is_fused = architecture.fused or architecture.experts == "stacked"
+    return read.integer("intermediate_size") if is_fused else 0
+
+
+def _stacked_experts(architecture: Architecture, names: Sequence[str]) -> bool:
+    if architecture.experts != "transposed":
+        return architecture.experts == "stacked"
+    return not names or any(name.endswith(".experts.gate_up_proj") for name in names)
+
+
 def _dense(read: Section, layers: int) -> tuple[int, ...]:
     if "first_k_dense_replace" in ARCHITECTURES[read.model].defaults:
         first = read.integer("first_k_dense_replace", bounds=(0, _MOST_LAYERS))
         return tuple(range(min(first, layers)))
+    if "moe_layers" in ARCHITECTURES[read.model].defaults:
+        step = read.integer("interleave_moe_layer_step", 1)
+        sparse = read.integers("moe_layers", bounds=(0, _MOST_LAYERS))
+        given = read.get("moe_layers") is not None
+        return tuple(
+            sorted(set(range(layers)) - set(sparse if given else range(step - 1, layers, step)))
+        )
     # `Qwen3MoeDecoderLayer` of transformers 5.23.0.
     only = set(read.integers("mlp_only_layers", bounds=(0, _MOST_LAYERS)))
     step = read.integer("decoder_sparse_step", 1)

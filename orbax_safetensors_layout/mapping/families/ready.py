@@ -44,10 +44,10 @@ TARGETS: dict[str, tuple[str, ...]] = {name: side.families for name, side in _TA
 _FAMILY_OF = {family: family for family in FAMILIES} | {
     "gemma3_text": "gemma3",
     "kimi_k2": "deepseek_v3",
+    "llama4_text": "llama4",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
 }
-
-# Prefixes of the names in checkpoints without and with vision (`google/gemma-3-4b-it` on the hub).
-_PREFIXES = ("model.", "language_model.model.")
 
 
 class Options(TypedDict, total=False):
@@ -143,7 +143,8 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
         expected = f"one of {', '.join(side.families)}"
         raise MappingError(f"no ready mapping from {family} to {target}", expected=expected)
     _check_type(family, parsed, options.get("model_type"))
-    dims, names = dims_of(family, parsed), stored_names(config)
+    names = stored_names(config)
+    dims = dims_of(family, parsed, names)
     builder = _builder(dims, names, target, options)
     _check_counts(dims, names, f"{builder.prefix}layers.")
     return builder.build(side.tree(dims))
@@ -220,7 +221,8 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
         raise MappingError(f"quantized='keep': {target} has no quantised leaves of that kind")
     dtype, root = options.get("dtype"), options.get("root")
     root = side.root if root is None else root
-    prefixes = (options.get("prefix"), find_prefix(names), _PREFIXES[dims.multimodal])
+    default = dims.architecture.prefix if dims.multimodal else "model."
+    prefixes = (options.get("prefix"), find_prefix(names), default)
     prefix = next(prefix for prefix in prefixes if prefix is not None)
     return MappingBuilder(
         dims=dims,
@@ -233,7 +235,9 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
         root=f"{root}." if root else "",
         keep=quantized == "keep",
         head=dims.tied or _has_head(dims, names, prefix),
-        extra=not names or count_stored(names, f"{prefix}layers.") > dims.layers,
+        extra=not names
+        or count_stored(names, f"{prefix}layers.") > dims.layers
+        or any(name.startswith("mtp.") for name in names),
     )
 
 

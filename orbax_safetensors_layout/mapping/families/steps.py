@@ -18,7 +18,8 @@ class TensorStep:
     projection: bool = False  # whether FP8 checkpoints store the tensor quantised
     packed: bool = False  # whether MXFP4 checkpoints store the tensor as blocks and scales
     every: tuple[int, int] | None = None  # first index and step along the tensor's last axis
-    part: tuple[int, int, int] | None = None  # start, stop, of n equal parts of axis 0
+    part: tuple[int, int, int] | None = None  # start and stop of n equal parts of an axis,
+    split: str = "(n r) c -> n r c"  # that is split so
     factor: float | None = None  # values are multiplied by it, in float32,
     term: float | None = None  # and it is added
 
@@ -33,7 +34,7 @@ class TensorStep:
             source = source.slice(-1, start, None, step)
         if self.part is not None:
             start, stop, count = self.part
-            source = source.rearrange("(n r) c -> n r c", n=count).slice(0, start, stop)
+            source = source.rearrange(self.split, n=count).slice(0, start, stop)
         left, _, right = self.pattern.partition("->")
         if self.sizes or left.split() != right.split():
             source = source.rearrange(self.pattern, **dict(self.sizes))

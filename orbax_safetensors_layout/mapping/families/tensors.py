@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .architectures import GATED
-from .dims import Dims, Latent
+from .dims import Dims, Latent, LinearAttention
 from .steps import LINEAR, ROUTER, VECTOR, FamilyLeaf, TensorStep
 
 EMBEDDING_TENSOR, NORM_TENSOR = "embed_tokens.weight", "norm.weight"
@@ -27,23 +27,49 @@ def heads(h: int, d: int, pattern: str = "(h d) e -> e h d") -> TensorStep:
     return TensorStep(pattern, (("h", h), ("d", d)), projection=True)
 
 
-def layer_tensors(dims: Dims, *, sparse: bool) -> dict[str, TensorStep]:
-    """Return the step of each tensor of a layer; `fused_experts` has the experts of GPT-OSS."""
+def layer_tensors(dims: Dims, *, sparse: bool, linear: bool = False) -> dict[str, TensorStep]:
+    """Return the step of each tensor of a layer that is a leaf.
+
+    `fused_projections`, `fused_experts` and `stacked_experts` have the leaves that are parts.
+    """
     norms, parts = dims.architecture.norms, ("weight", "bias")[: 1 + dims.architecture.norm_biases]
     steps = {f"{norm}.{part}": VECTOR for norm in norms for part in parts}
-    attention = _attention(dims) if dims.latent is None else _latent(dims, dims.latent)
-    steps |= {f"self_attn.{name}": step for name, step in attention.items()}
-    return steps | (_experts(dims) if sparse else _mlp(dims, "mlp"))
+    if linear and dims.linear is not None:
+        attention = _linear_attention(dims.linear, joined=dims.architecture.linear == "joined")
+        steps |= {f"linear_attn.{name}": step for name, step in attention.items()}
+    else:
+        attention = _attention(dims) if dims.latent is None else _latent(dims, dims.latent)
+        steps |= {f"self_attn.{name}": step for name, step in attention.items()}
+    return steps | (_experts(dims) if sparse else _mlp(dims, dims.architecture.feed_forward))
+
+
+def _linear_attention(linear: LinearAttention, *, joined: bool) -> dict[str, TensorStep]:
+    keys, values = linear.key_heads, linear.value_heads
+    per_key = values // keys
+    steps = {
+        "A_log": TensorStep("h -> h", (("h", values),)),
+        "dt_bias": TensorStep("h -> h", (("h", values),)),
+        "conv1d.weight": TensorStep("c n w -> w n c"),
+        "norm.weight": TensorStep("d -> d", (("d", linear.value_dim),)),
+        "out_proj.weight": heads(values, linear.value_dim, _OUT_OF_HEADS),
+    }
+    if joined:
+        gated = heads(keys, 2 * linear.key_dim + 2 * per_key * linear.value_dim)
+        rates = dataclasses.replace(heads(keys, 2 * per_key), projection=False)
+        return steps | {"in_proj_qkvz.weight": gated, "in_proj_ba.weight": rates}
+    steps |= {"in_proj_qkv.weight": LINEAR, "in_proj_z.weight": heads(values, linear.value_dim)}
+    rate = TensorStep("h e -> e h", (("h", values),))
+    return steps | {"in_proj_a.weight": rate, "in_proj_b.weight": rate}
 
 
 def _attention(dims: Dims) -> dict[str, TensorStep]:
     h, k, d = dims.heads, dims.kv_heads, dims.head_dim
-    steps = {}
-    for x, n in (("q", h), ("k", k), ("v", k)):
-        if not dims.architecture.fused:  # else they are parts of one tensor: `fused_projections`
-            steps[f"{x}_proj.weight"] = heads(n, d)
+    steps, queries = {}, d * (1 + dims.architecture.gated_queries)
+    for x, n, width in (("q", h, queries), ("k", k, d), ("v", k, d)):
+        if not dims.architecture.fused:
+            steps[f"{x}_proj.weight"] = heads(n, width)
         if f"{x}_proj" in dims.biased:
-            steps[f"{x}_proj.bias"] = TensorStep("(h d) -> h d", (("h", n), ("d", d)))
+            steps[f"{x}_proj.bias"] = TensorStep("(h d) -> h d", (("h", n), ("d", width)))
     steps["o_proj.weight"] = heads(h, d, _OUT_OF_HEADS)
     if "o_proj" in dims.biased:
         steps["o_proj.bias"] = VECTOR
@@ -89,13 +115,19 @@ def _mlp(dims: Dims, module: str) -> dict[str, TensorStep]:
 def _experts(dims: Dims) -> dict[str, TensorStep]:
     if dims.family == "gpt_oss":
         return {"mlp.router.weight": ROUTER, "mlp.router.bias": VECTOR}
-    mixtral = dims.family == "mixtral"
+    mixtral, architecture = dims.family == "mixtral", dims.architecture
     module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", GATED)
-    steps = {f"{module}.gate.weight": ROUTER}
-    steps |= {f"{module}.experts.{{e}}.{name}.weight": LINEAR for name in names}
-    if dims.architecture.routing_bias:
-        steps["mlp.gate.e_score_correction_bias"] = VECTOR
-    return steps | (_mlp(dims, "mlp.shared_experts") if dims.shared_experts else {})
+    module = module if mixtral else architecture.feed_forward
+    router = "router" if architecture.experts == "stacked" else "gate"
+    steps = {f"{module}.{router}.weight": ROUTER}
+    if not dims.stacked_experts:
+        steps |= {f"{module}.experts.{{e}}.{name}.weight": LINEAR for name in names}
+    if architecture.routing_bias:
+        steps[f"{module}.gate.e_score_correction_bias"] = VECTOR
+    if architecture.shared_gate:
+        steps[f"{module}.shared_expert_gate.weight"] = ROUTER
+    shared = f"{module}.{architecture.shared_experts}"
+    return steps | (_mlp(dims, shared) if dims.shared_experts else {})
 
 
 def fused_experts(names: tuple[str, str, str], kernel: str, bias: str) -> tuple[FamilyLeaf, ...]:
@@ -124,6 +156,31 @@ def fused_projections(dims: Dims) -> tuple[FamilyLeaf, ...]:
         start += n
     for i, name in enumerate(dims.architecture.mlp[:2]):
         part = (i, i + 1, 2)
-        step = TensorStep("n f e -> e (n f)", (("f", dims.mlp),), projection=True, part=part)
+        step = TensorStep(
+            "n f e -> e (n f)", (("f", dims.fused_width),), projection=True, part=part
+        )
         leaves.append(FamilyLeaf(f"mlp.{name}.kernel", "mlp.gate_up_proj.weight", step))
     return tuple(leaves)
+
+
+def stacked_experts(dims: Dims) -> tuple[FamilyLeaf, ...]:
+    """Return the plain leaves of experts that are one tensor, with gate before up."""
+    if not dims.stacked_experts:
+        return ()
+    module = f"{dims.architecture.feed_forward}.experts"
+    if dims.architecture.experts == "stacked":  # kernels are `[in, out]`
+        split, pattern, down = "x i (n r) -> n x i r", "n x i f -> x i (n f)", "x f o -> x f o"
+    else:
+        split, pattern, down = "x (n r) i -> n x r i", "n x f i -> x i (n f)", "x o f -> x f o"
+    sizes = (("x", dims.experts), ("f", dims.fused_width))
+    step = TensorStep(pattern, sizes, projection=True, split=split)
+    leaves = [
+        FamilyLeaf(
+            f"mlp.experts.{name}.kernel",
+            f"{module}.gate_up_proj",
+            dataclasses.replace(step, part=(i, i + 1, 2)),
+        )
+        for i, name in enumerate(("gate_proj", "up_proj"))
+    ]
+    step = TensorStep(down, sizes, projection=True)
+    return (*leaves, FamilyLeaf("mlp.experts.down_proj.kernel", f"{module}.down_proj", step))
