@@ -20,7 +20,7 @@ import ml_dtypes
 import torch
 import transformers
 from family_cases import CASES, FAMILY, family_of
-from family_models import MODELS, copy, make, read_one
+from family_models import MODELS, copy, experts_in_one_tensor, make, read_one
 from family_references import REFERENCES, maxtext
 from llama_jax import logits
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -280,15 +280,7 @@ def test_experts_of_a_layer_in_one_tensor(saved):
     """Published Qwen 3.5 has them so; what transformers saves, and FP8, has each by itself."""
     folder, config, tensors, _ = saved["qwen3_5_moe"]
     expected = REFERENCES["plain"]("qwen3_5_moe", config, tensors, True)
-    stored = {name: array for name, array in tensors.items() if ".experts." not in name}
-    for i in range(config["num_hidden_layers"]):
-        before = f"model.layers.{i}.mlp.experts."
-        gate, up, down = (
-            np.stack([tensors[f"{before}{e}.{n}_proj.weight"] for e in range(4)])
-            for n in ("gate", "up", "down")
-        )
-        stored[f"{before}gate_up_proj"] = np.concatenate([gate, up], 1)
-        stored[f"{before}down_proj"] = down
+    stored = experts_in_one_tensor(config, tensors)
     mapping = families.mapping(config)
     check(mapping, specs_of(stored), stored, expected)
     check_inverse(mapping.like(specs_of(stored)), specs_of(stored), stored, expected)

@@ -168,6 +168,20 @@ def read(folder) -> dict[str, np.ndarray]:
     return {name: array(t) for file in files for name, t in load_file(file).items()}
 
 
+def experts_in_one_tensor(config, tensors):
+    """The tensors of a Qwen 3.5 as it is published, with the experts of a layer in one tensor."""
+    stored = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for i in range(config["num_hidden_layers"]):
+        before = f"model.layers.{i}.mlp.experts."
+        gate, up, down = (
+            np.stack([tensors[f"{before}{e}.{n}_proj.weight"] for e in range(4)])
+            for n in ("gate", "up", "down")
+        )
+        stored[f"{before}gate_up_proj"] = np.concatenate([gate, up], 1)
+        stored[f"{before}down_proj"] = down
+    return stored
+
+
 def copy(source, target, without=(), more=()):
     """A checkpoint in one file, without some tensors and with others; returns the new folder."""
     import shutil
