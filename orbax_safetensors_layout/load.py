@@ -280,7 +280,8 @@ def _plan(
     strict = options.strict and only is None  # what `only` leaves out is not unexpected
     leaves = resolve_leaves(catalog, tree, shards, mapping=mapping, strict=strict, devices=devices)
     exchange = shards.process_index in processes
-    steps = steps_of(catalog, leaves, shards, options, exchange=exchange)
+    with frozen_heap():  # of what has come since the load began
+        steps = steps_of(catalog, leaves, shards, options, exchange=exchange)
     reader = ArrayReader(
         storage=storage,
         profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),

@@ -129,6 +129,10 @@ Shapes: TypeAlias = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """Name to shape and dtype."""
 
 
+Pieces: TypeAlias = Mapping[str, Sequence[tuple[Box, str]]]
+"""Boxes of tensors that are stored in pieces, each with a name of its own."""
+
+
 class TensorSpecs(dict[str, TensorSpec]):
     """Shapes and dtypes by name; `names` are also of tensors of which these are not known."""
 
@@ -136,26 +140,26 @@ class TensorSpecs(dict[str, TensorSpec]):
         self,
         shapes: Shapes,
         names: Iterable[str] | None = None,
-        pieces: Mapping[str, Sequence[tuple[Box, str]]] | None = None,
+        pieces: Pieces | None = None,
         packed: Set[str] = frozenset(),
     ) -> None:
         for name, (shape, dtype) in shapes.items():
             self[name] = TensorSpec(tuple(shape), np.dtype(dtype))
         self.names = self.keys() if names is None else dict.fromkeys(names).keys()
-        self.pieces = pieces or {}  # of tensors in pieces their boxes, each with a name for it
+        self.pieces = pieces or {}
         self.packed = packed  # those whose elements share bytes
 
-    @classmethod
-    def of_entries(
-        cls,
+    def described(
+        self,
         entries: Mapping[str, TensorEntry],
-        names: Iterable[str],
-        pieces: Mapping[str, Sequence[tuple[Box, str]]] | None = None,
+        pieces: Pieces | None = None,
     ) -> TensorSpecs:
-        """Return those of tensors of a checkpoint; `names` are all that it has."""
+        """Return the same names, with shapes and dtypes of a checkpoint's tensors."""
         shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
         packed = {name for name, entry in entries.items() if entry.dtype.packed}
-        return cls(shapes, names, pieces, packed)
+        specs = TensorSpecs(shapes, self.names, pieces, packed)
+        specs.tree = self.tree
+        return specs
 
     @classmethod
     def of(cls, shapes: Shapes) -> TensorSpecs:

@@ -23,8 +23,9 @@ import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog, compile_pattern
 from orbax_safetensors_layout.errors import MappingError, listed, pattern_of
+from orbax_safetensors_layout.runtime import frozen_heap
 
-from .affine.binding import Binder, BoundMapping
+from .affine.binding import Binder, BoundMapping, MatchedNames
 from .argument_checks import several
 from .expr.expression import Apply, Expr
 from .expr.opaque_ops import Compute
@@ -114,15 +115,22 @@ class Mapping:
         With a path, only the headers of files that hold a tensor of the mapping are read. `leaves`
         are those to load; None takes all that the checkpoint gives.
         """
-        binder = Binder(self.rules, self._specs(checkpoint, leaves), leaves)
-        return binder.bind(self._ignored if self.strict else None)
+        with frozen_heap():
+            return self._binder(checkpoint, leaves).bind(self._ignored if self.strict else None)
 
-    def needs(self, names: Iterable[str], leaves: Iterable[str] | None = None) -> list[str]:
-        """Return those of a checkpoint's tensors whose shapes `bind` takes; None for all leaves."""
+    def _binder(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> Binder:
+        if not isinstance(checkpoint, str | os.PathLike):
+            return Binder(self.rules, TensorSpecs.of(checkpoint), leaves)
+        with Catalog.open(checkpoint) as catalog:
+            matched = self.match(catalog.names, leaves)
+            return matched.binder(catalog.entries(matched.needs()))
+
+    def match(self, names: Iterable[str], leaves: LeafShapes | None = None) -> MatchedNames:
+        """Find the rule of each leaf of a checkpoint with tensors of these names; see `bind`."""
         specs = TensorSpecs({}, names)
-        shapes = None if leaves is None else dict.fromkeys(leaves)
-        targets = match_rules(self.rules, specs, shapes).targets
-        return list(dict.fromkeys(n for target in targets for n in target.tensors(specs)))
+        matches = match_rules(self.rules, specs, leaves)
+        ignored = self._ignored if self.strict else None
+        return MatchedNames(self.rules, specs, leaves, matches, ignored)
 
     def leaf_names(self, names: Iterable[str]) -> list[str]:
         """Return the leaves that a checkpoint of tensors `names` gives, or that take no tensor."""
@@ -133,13 +141,6 @@ class Mapping:
             for target in (*matches.targets, *matches.ambiguous)
             if not target.rule.patterns() or any(target.tensors(specs))
         ]
-
-    def _specs(self, checkpoint: Checkpoint, leaves: LeafShapes | None) -> TensorSpecs:
-        if not isinstance(checkpoint, str | os.PathLike):
-            return TensorSpecs.of(checkpoint)
-        with Catalog.open(checkpoint) as catalog:
-            entries = catalog.entries(self.needs(catalog.names, leaves))
-            return TensorSpecs.of_entries(entries, catalog.names)
 
     def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
         """Return shape and dtype of the leaves that a checkpoint gives, by dotted name."""
@@ -172,9 +173,9 @@ class Mapping:
         The saved checkpoint will lack tensors that no rule takes; all of them have to match the
         patterns of `leave_out`, written as for `ignore`, or be buffers.
         """
-        files = self._specs(checkpoint, None)
+        binder = self._binder(checkpoint)
+        files = binder.specs
         patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out)[1], *self._spare]
-        binder = Binder(self.rules, files, None)
         with contextlib.suppress(MappingError):  # saving binds leaves of its own
             binder.bind(None)
         lost = [

@@ -29,13 +29,13 @@ from orbax_safetensors_layout.mapping import (
     Mapping,
     Piece,
     SimilarExpr,
-    TensorSpecs,
     ValueOp,
     WholeTensor,
     affine_pieces,
     check_mapping,
     is_opaque,
 )
+from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.sharding import AddressableShards
 
 from .leaf_reads import LeafRead, TensorPiece
@@ -426,9 +426,10 @@ def array_sources(
         in_pieces = catalog if catalog.layout == "sharded" else None
         return {name: StoredSource(entry, in_pieces) for name, entry in entries.items()}
     check_mapping(mapping)
-    tensors = StoredTensors(catalog.entries(mapping.needs(catalog.names, names)), catalog)
-    specs = TensorSpecs.of_entries(tensors.entries, catalog.names, tensors.pieces)
-    bound = mapping.bind(specs, names)
+    matched = mapping.match(catalog.names, names)
+    tensors = StoredTensors(catalog.entries(matched.needs()), catalog)
+    with frozen_heap():  # the headers' entries, too
+        bound = matched.bind(tensors.entries, tensors.pieces)
     return {
         name: MappedSource(expr, tensors, bound.similar.get(name))
         for name, expr in bound.expressions.items()

@@ -515,5 +515,6 @@ def test_only_headers_of_needed_files_are_read(tmp_path):
         broken.write_bytes(b"x")
     mapping = Mapping([EMBED], strict=False)
     assert mapping.leaf_facts(tmp_path)["embed"].shape == (100, 16)
-    assert mapping.needs(tensors) == ["model.embed.weight"]
-    assert len(Mapping(RULES).needs(tensors, ["layers.q", "blocks.3.up"])) == LAYERS + 1
+    assert mapping.match(tensors).needs() == ["model.embed.weight"]
+    matched = Mapping(RULES).match(tensors, {"layers.q": None, "blocks.3.up": None})
+    assert len(matched.needs()) == LAYERS + 1

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
+from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.runtime import text_table
 
 from ..expr.expression import Expr, given
 from ..expr.opaque_ops import is_opaque
-from ..matching import LeafShapes, Rule, RuleTarget, group_by_pattern, match_rules
-from ..names import WILDCARD, TensorSpec, TensorSpecs, substitute
+from ..matching import LeafShapes, Matches, Rule, RuleTarget, group_by_pattern, match_rules
+from ..names import WILDCARD, Pieces, TensorSpec, TensorSpecs, substitute
 from ..problems import Problem, Problems, mapping_error, within
 from .bound import BoundExpr
 from .leaf_pieces import affine_pieces
@@ -72,6 +73,29 @@ class BoundMapping:
         return "\n".join([text_table(rows, len(_HEAD)), *remarks])
 
 
+class MatchedNames(NamedTuple):
+    """The leaves that a checkpoint's tensors give by their names, before their shapes are known."""
+
+    rules: Sequence[Rule]
+    names: TensorSpecs
+    leaves: LeafShapes | None
+    matches: Matches
+    ignored: Sequence[re.Pattern[str]] | None
+
+    def needs(self) -> list[str]:
+        """Return the tensors whose shapes `bind` takes."""
+        taken = (name for target in self.matches.targets for name in target.tensors(self.names))
+        return list(dict.fromkeys(taken))
+
+    def binder(self, entries: Mapping[str, TensorEntry], pieces: Pieces | None = None) -> Binder:
+        specs = self.names.described(entries, pieces)
+        return Binder(self.rules, specs, self.leaves, self.matches)
+
+    def bind(self, entries: Mapping[str, TensorEntry], pieces: Pieces | None) -> BoundMapping:
+        """Return each leaf as an expression over tensors; `pieces` are of those in pieces."""
+        return self.binder(entries, pieces).bind(self.ignored)
+
+
 @dataclasses.dataclass(slots=True)
 class Binder:
     """Binds rules to a checkpoint's tensors, and to leaves: None for all that it gives."""
@@ -79,6 +103,7 @@ class Binder:
     rules: Sequence[Rule]
     specs: TensorSpecs
     leaves: LeafShapes | None
+    matches: Matches | None = None  # if known
     used: set[str] = dataclasses.field(default_factory=set)  # tensors that leaves take
     _problems: list[Problem] = dataclasses.field(default_factory=list)
     _missing: dict[str, None] = dataclasses.field(default_factory=dict)
@@ -89,7 +114,8 @@ class Binder:
         """Binds every leaf, or raises one error for all problems; None ignores all tensors."""
         bound: dict[str, BoundExpr] = {}
         notes: dict[str, object] = {}
-        targets, ambiguous, problems = match_rules(self.rules, self.specs, self.leaves)
+        matches = self.matches or match_rules(self.rules, self.specs, self.leaves)
+        targets, ambiguous, problems = matches
         self._problems += problems
         for target in targets:
             if target.rule.expr is not None:

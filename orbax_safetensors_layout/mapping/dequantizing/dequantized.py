@@ -15,6 +15,7 @@ from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.options import is_floating
+from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.storage import join, read_range
 
 from ..expr.expression import Expr, tensor
@@ -80,7 +81,7 @@ def dequantized(path: str | os.PathLike[str], *, dtype: Any = "bfloat16") -> Map
     result = as_dtype(dtype)
     if not is_floating(result):
         raise MappingError("dequantized gives floating-point numbers", found=result.name)
-    with Catalog.open(path) as catalog:
+    with Catalog.open(path) as catalog, frozen_heap():
         entries = catalog.all_entries()
         settings = QuantizationSettings(_settings(catalog))
 
