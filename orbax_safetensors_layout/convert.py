@@ -45,6 +45,7 @@ from orbax_safetensors_layout.mapping import (
 )
 from orbax_safetensors_layout.options import (
     ConvertOptions,
+    PathLike,
     ReadOptions,
     WriteOptions,
     given_or_default,
@@ -60,7 +61,6 @@ from orbax_safetensors_layout.writing import (
     read_sidecar_files,
 )
 
-PathLike = str | os.PathLike[str]
 Format = Literal["hf", "sharded", "orbax"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format import DIGESTS
 from orbax_safetensors_layout.mapping import Mapping
-from orbax_safetensors_layout.options import ReadOptions, given_or_default
+from orbax_safetensors_layout.options import GIB, PathLike, ReadOptions, given_or_default
 from orbax_safetensors_layout.plan import Cost, ReadPlan, array_sources
 from orbax_safetensors_layout.pytree import AbstractTree, HostLeaf
 from orbax_safetensors_layout.reading import (
@@ -48,9 +47,8 @@ from orbax_safetensors_layout.runtime import (
 from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import LocalStorage, RangeReader
 
-PathLike = str | os.PathLike[str]
 _VERIFYING = "verifying what was read"
-_MUCH, _MUCH_BYTES = 2.0, 1 << 30  # over-read that is warned of
+_MUCH, _MUCH_BYTES = 2.0, GIB  # over-read that is warned of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 import ml_dtypes
 import numpy as np
 
+PathLike = str | os.PathLike[str]
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -263,7 +265,7 @@ class ReadOptions(_CheckedOptions):
     strict: bool = False
     progress: bool | Callable[[Progress], None] = False
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
-    cache: str | os.PathLike[str] | None = None
+    cache: PathLike | None = None
     cache_bytes: int = 100 * GIB
 
     @property
@@ -378,7 +380,7 @@ class ConvertOptions(_CheckedOptions):
     verify: bool = True
     progress: bool | Callable[[Progress], None] = False
     timeout_seconds: float = 7 * 24 * 3600.0
-    cache: str | os.PathLike[str] | None = None
+    cache: PathLike | None = None
     cache_bytes: int = 100 * GIB
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -15,7 +15,13 @@ from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import listed, redact_urls
 from orbax_safetensors_layout.format import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import ConvertOptions, WriteOptions, given_or_default
+from orbax_safetensors_layout.options import (
+    ConvertOptions,
+    PathLike,
+    Progress,
+    WriteOptions,
+    given_or_default,
+)
 from orbax_safetensors_layout.plan import MappedTensors, WritePlan, array_sources, leaf_sources
 from orbax_safetensors_layout.reading import DistributedStore, VerifyingReader
 from orbax_safetensors_layout.runtime import (
@@ -36,8 +42,6 @@ from orbax_safetensors_layout.writing import (
     write_mapped,
     write_parts,
 )
-
-PathLike = str | os.PathLike[str]
 
 
 def save(
@@ -172,14 +176,7 @@ class PreparedSave:
             custom = parse_manifest(Manifest("hf", custom=custom).to_json(), file=MANIFEST).custom
         manifest: Manifest | None = None
         if mapped is None:
-            manifest = Manifest(
-                layout=options.layout,
-                tree=prepared.node,
-                shardings=prepared.shardings,
-                metadata=dict(options.metadata),
-                custom=custom,
-                pieces=plan.stored if options.layout == "sharded" else None,
-            )
+            manifest = prepared.manifest(plan, options, custom)
         elif custom is not None:
             manifest = Manifest("hf", custom=custom)
         return cls(plan, values, manifest, options, mapped=mapped)
@@ -232,17 +229,8 @@ class PreparedSave:
                 with folder.step("writing shards"):
                     write_parts(folder, plan, self.values, progress)
                 with folder.step("putting files together"):
-                    if plan.exchanges and plan.stored is not None:
-                        pieces = Catalog.of_pieces(*self.pieces or (storage, path), plan.stored)
-                        if self.mapped is None:
-                            sources = array_sources(pieces, None)
-                        else:
-                            sources = leaf_sources(pieces, self.mapped.expressions)
-                        reader = self.verifying or pieces.storage
-                        assemble_files(folder, plan, reader, sources, progress)
-                        if self.verifying is not None:
-                            share = slice(group.process_index, None, plan.process_count)
-                            self.verifying.check(files=pieces.files, share=share)
+                    if plan.exchanges:
+                        self._assemble(folder, plan, progress)
                     elif self.mapped is not None:
                         write_mapped(folder, self.mapped, self.values, progress)
                     folder.leave_digests()
@@ -254,6 +242,21 @@ class PreparedSave:
         # Beside what loads report.
         jax.monitoring.record_scalar("/jax/orbax/write/safetensors/bytes_written", float(nbytes))
         logging.vlog(1, "Saved safetensors: %d bytes", nbytes)
+
+    def _assemble(
+        self, folder: CheckpointFolder, plan: WritePlan, progress: Callable[[Progress], None] | None
+    ) -> None:
+        """Writes this process's files from the pieces of all processes."""
+        assert plan.stored is not None
+        pieces = Catalog.of_pieces(*self.pieces or (folder.storage, folder.path), plan.stored)
+        if self.mapped is None:
+            sources = array_sources(pieces, None)
+        else:
+            sources = leaf_sources(pieces, self.mapped.expressions)
+        assemble_files(folder, plan, self.verifying or pieces.storage, sources, progress)
+        if self.verifying is not None:
+            share = slice(plan.process_index, None, plan.process_count)
+            self.verifying.check(files=pieces.files, share=share)
 
     def _fingerprint(self) -> Fingerprint | None:
         plan = self.plan

@@ -25,7 +25,7 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.format import MANIFEST
 from orbax_safetensors_layout.load import load_catalog
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import ReadOptions, WriteOptions
+from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions
 from orbax_safetensors_layout.pytree import dotted_name
 from orbax_safetensors_layout.reading import exchanging
 from orbax_safetensors_layout.save import PreparedSave, save_group
@@ -34,7 +34,6 @@ from orbax_safetensors_layout.storage import open_storage, storage_errors
 from . import _orbax
 from .background import in_callers_context
 
-_PathLike = str | os.PathLike[str]
 _HINT = (
     "This folder holds safetensors files, not a checkpoint in Orbax's own format: restore it with"
     " orbax_safetensors_layout (v0: handler_registry=osl.handler_registry(...), v1:"
@@ -75,7 +74,7 @@ class ItemSave:
 
     def __init__(
         self,
-        folder: _PathLike,
+        folder: PathLike,
         tree: Any,
         options: WriteOptions,
         *,
@@ -104,14 +103,14 @@ class ItemSave:
             raise
         # Where one process raises, all must: Orbax has them wait for each other when this returns.
         self._group.barrier("planning the save")
-        self.write: Callable[[_PathLike], None] = in_callers_context(self._write)
+        self.write: Callable[[PathLike], None] = in_callers_context(self._write)
 
     @property
     def is_captured(self) -> bool:
         """Whether the caller may change the arrays; if not yet, `write` will come to that."""
         return self._prepared.values.wait_captured(0)
 
-    def start(self, folder: _PathLike) -> concurrent.futures.Future[None]:
+    def start(self, folder: PathLike) -> concurrent.futures.Future[None]:
         """Writes in a thread, and waits until the caller may change the arrays."""
         pool = concurrent.futures.ThreadPoolExecutor(1, "safetensors_save")
         future = pool.submit(self.write, folder)
@@ -120,7 +119,7 @@ class ItemSave:
             pass
         return future
 
-    def _write(self, folder: _PathLike) -> None:
+    def _write(self, folder: PathLike) -> None:
         with self._group:
             if self._wait is not None:
                 with (
@@ -138,7 +137,7 @@ class ItemSave:
 
 
 def begin_load(
-    path: _PathLike,
+    path: PathLike,
     abstract: Any,
     mapping: LeafMapping | None,
     options: ReadOptions,
@@ -160,7 +159,7 @@ def begin_load(
 
 
 def _open_checked(
-    path: _PathLike, abstract: Any, mapping: LeafMapping | None, options: ReadOptions
+    path: PathLike, abstract: Any, mapping: LeafMapping | None, options: ReadOptions
 ) -> Catalog | None:
     if jax.process_index() in exchanging(abstract, options, jax.process_count()) != (0,):
         return None  # all processes have to learn together that one has failed
@@ -177,7 +176,7 @@ def _open_checked(
     return catalog
 
 
-def is_orbax_item(directory: _PathLike) -> bool:
+def is_orbax_item(directory: PathLike) -> bool:
     """Whether a folder holds a tree in Orbax's own format, and no safetensors files."""
     if is_safetensors_checkpoint(directory):
         return False
@@ -188,7 +187,7 @@ def is_orbax_item(directory: _PathLike) -> bool:
     return any((folder / name).exists() for name in _ORBAX_FILES)
 
 
-def check_remains(folder: _PathLike) -> None:
+def check_remains(folder: PathLike) -> None:
     """Refuses an item of ours of which an interrupted deletion took the manifest or the files.
 
     What is left would load as a flat dict of some of the tensors. Published weights have no
@@ -218,7 +217,7 @@ def check_remains(folder: _PathLike) -> None:
         )
 
 
-def check_step(folder: _PathLike, *, has_layout: bool) -> None:
+def check_step(folder: PathLike, *, has_layout: bool) -> None:
     """Refuses a step that a deletion left without items; with a layout, also torn items."""
     path = ocp.path.Path(folder)
     if not path.is_dir() or is_safetensors_checkpoint(path):

@@ -25,6 +25,7 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.format import SUFFIX, TensorEntry, dtype_from_numpy
 from orbax_safetensors_layout.mapping import read_config
+from orbax_safetensors_layout.options import PathLike
 
 
 class InspectedTensor(NamedTuple):
@@ -77,7 +78,7 @@ class Inspection(NamedTuple):
         return dict(sorted(totals.items(), key=lambda item: -item[1].nbytes))
 
 
-def inspect(path: str | os.PathLike[str], *, only: str | Sequence[str] | None = None) -> Inspection:
+def inspect(path: PathLike, *, only: str | Sequence[str] | None = None) -> Inspection:
     """Lists a safetensors checkpoint, or tensors by patterns as for `load`; reads no tensor."""
     with Catalog.open(path) as catalog:
         entries = catalog.all_entries()

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from orbax_safetensors_layout.analysis import ClusterEstimate
-from orbax_safetensors_layout.options import exchange_profile
+from orbax_safetensors_layout.options import MIB, exchange_profile
 from orbax_safetensors_layout.plan import Cost, LeafCost
 from orbax_safetensors_layout.runtime import count_text, number_text, seconds_text, size_text
 from orbax_safetensors_layout.sharding import spec_text
@@ -229,7 +229,7 @@ def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
             f"Requests of {each}: split an outer dimension, or store it in shards of this mesh"
             " (layout sharded)."
         )
-    if ways == 1 and estimate.mesh.processes > 1 and leaf.needed_bytes >= 1 << 20:
+    if ways == 1 and estimate.mesh.processes > 1 and leaf.needed_bytes >= MIB:
         return (
             "Every host reads all of it: split it over the mesh, or let one read it for all"
             " (ReadOptions(replicated='read_once'))."

@@ -17,11 +17,11 @@ from orbax_safetensors_layout.format import (
     TensorLeaf,
     storage_dtype,
 )
-from orbax_safetensors_layout.options import WriteOptions, given_or_default
+from orbax_safetensors_layout.options import PathLike, WriteOptions, given_or_default
 from orbax_safetensors_layout.plan import plan_consolidation
 from orbax_safetensors_layout.reading import VerifyingReader
 from orbax_safetensors_layout.runtime import frozen_heap
-from orbax_safetensors_layout.save import PathLike, PreparedSave, save_group
+from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.sharding import ProcessShards
 from orbax_safetensors_layout.storage import LocalStorage, finish_interrupted
 from orbax_safetensors_layout.writing import HostValues, read_sidecar_files

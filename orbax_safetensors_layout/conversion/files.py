@@ -6,23 +6,19 @@ import contextlib
 import functools
 import os
 import threading
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.format import (
-    DIGESTS,
     MANIFEST,
     NARROW_INTEGERS,
     NO_SAVE_ID,
     ONE_A_BYTE,
     ByteRange,
     DType,
-    Manifest,
     RangeChecksums,
-    dump_digests,
     ranges_by_file,
 )
 from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
@@ -36,7 +32,7 @@ from orbax_safetensors_layout.storage import (
     flush_folder,
     storage_errors,
 )
-from orbax_safetensors_layout.writing import PreparedTree, appearance_rank, write_small_files
+from orbax_safetensors_layout.writing import PreparedTree, with_digests, write_small_files
 
 from .checkpoint_reader import CheckpointReader
 from .target import FINISHED, LeafRegion, TargetArray
@@ -93,14 +89,7 @@ class FilesTarget:
         self._places: dict[tuple[str, Box], list[_FileOffset]] = {}  # of regions
         self._small_files = {**sidecar_files, **plan.index()}
         if is_recorded:
-            manifest = Manifest(
-                options.layout,
-                prepared.node,
-                prepared.shardings,
-                dict(options.metadata),
-                source.custom,
-                plan.stored,
-            )
+            manifest = prepared.manifest(plan, options, source.custom)
             self._small_files[MANIFEST] = manifest.to_json()
         self.written = None if source.verifying is None else RangeChecksums()
         self._finished = ""
@@ -174,16 +163,12 @@ class FilesTarget:
         files = self._small_files
         with LocalStorage() as storage:
             if self.written is not None:
+                ranges = ranges_by_file(written)
                 digests = {
-                    name: zlib.crc32(data)
-                    for name, data in files.items()
-                    if appearance_rank(name) is not None
+                    name: file_crc32(storage, os.path.join(self._finished, name), ranges[name])
+                    for name in self._layouts
                 }
-                by_file = ranges_by_file(written)
-                for name in self._layouts:
-                    path = os.path.join(self._finished, name)
-                    digests[name] = file_crc32(storage, path, by_file[name])
-                files = {**files, DIGESTS: dump_digests(digests)}
+                files = with_digests(files, digests)
             write_small_files(storage, self._finished, files, durable=True)
         flush_folder(self._finished)
 

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.catalog import Catalog, suggest_names
 from orbax_safetensors_layout.errors import MappingError, listed
 from orbax_safetensors_layout.load import load as _load
 from orbax_safetensors_layout.mapping import Mapping, overlaid, rule, tensor
-from orbax_safetensors_layout.options import ReadOptions, WriteOptions, given_or_default
+from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.pytree import leaf_shapes
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.save import PreparedSave, save_group
@@ -25,8 +25,6 @@ from orbax_safetensors_layout.storage import join
 
 from .adapter_files import CONFIG_FILE, STEM, WEIGHTS_FILE, opened, read_config
 from .peft_folder import PREFIX, PeftFolder
-
-PathLike = str | os.PathLike[str]
 
 
 def config(path: PathLike) -> dict[str, Any]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.options import KIB, MIB, StorageProfile
 
 from .regions import ByteRegion, RegionPlan
 
 # Smaller regions share a request, and a buffer, with their neighbours in the file. Larger ones have
 # a buffer of their own, so that freeing one array frees its memory.
-SMALL_REGION_BYTES = 4 << 20
+SMALL_REGION_BYTES = 4 * MIB
 # Buffers that one request may fill; with the gaps between them below IOV_MAX, 1024 on Linux.
 _MAX_GROUP_BUFFERS = 1000
 # A larger region whose staging rows are padded is read by itself: in a group they are not.
-_MAX_UNPADDED_BYTES = 256 << 10
+_MAX_UNPADDED_BYTES = 256 * KIB
 
 
 class Request(NamedTuple):

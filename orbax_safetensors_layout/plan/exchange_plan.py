@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from orbax_safetensors_layout.options import (
+    MIB,
     ExchangeProfile,
     ReadOptions,
     StorageProfile,
@@ -30,7 +31,7 @@ from .cost import HostRate
 from .exchange_rounds import Item, Round, SharedLeaf, Stage
 
 _BYTE = np.dtype(np.uint8)
-_SMALL_BYTES = 1 << 20  # smaller boxes are packed together: one round takes many of them
+_SMALL_BYTES = MIB  # smaller boxes are packed together: one round takes many of them
 _MOST_LANES = 64  # arrays that one program makes
 _MANY_ROUNDS = 8  # of which one may leave most processes without work
 _MOST_IDLE = 1.1  # columns that a split may need for the work of one

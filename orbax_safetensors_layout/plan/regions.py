@@ -23,7 +23,7 @@ from orbax_safetensors_layout.geometry import (
     replaced,
     row_major_strides,
 )
-from orbax_safetensors_layout.options import StorageProfile
+from orbax_safetensors_layout.options import KIB, StorageProfile
 
 from .axes import Axis, TileLayout, axes_of, memory_runs
 
@@ -46,7 +46,7 @@ _CONFLICT_BYTES = 512
 _PAD_BYTES = 64
 # Pieces of this size are read straight into their places, however many they are: a buffer more
 # costs less time than copying it from a staging buffer.
-_DIRECT_SPAN_BYTES = 32 << 10
+_DIRECT_SPAN_BYTES = 32 * KIB
 
 
 class GatherAxis(NamedTuple):

@@ -19,7 +19,7 @@ import obstore
 from obstore import exceptions
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, StorageError
-from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.options import GIB, MIB, RetryPolicy
 
 from .base import Buffer, FileWriter, NewFolder, Rank, Storage, join, new_file
 from .buffers import changed, fill, truncated
@@ -35,9 +35,9 @@ from .cloud_commit import (
 from .cloud_write import PARTS_AT_ONCE, CloudFileWriter, part_bytes
 from .retry import Retrier
 
-_LARGEST_COPY_BYTES = {"s3": 5 << 30}  # of one CopyObject
+_LARGEST_COPY_BYTES = {"s3": 5 * GIB}  # of one CopyObject
 _LONGEST_COPY_SECONDS = 900.0  # S3 answers when it is done, at some 50 MB/s
-_LARGEST_QUICK_COPY_BYTES = 256 << 20  # 5 s at that speed
+_LARGEST_QUICK_COPY_BYTES = 256 * MIB  # 5 s at that speed
 
 
 class Seen(NamedTuple):

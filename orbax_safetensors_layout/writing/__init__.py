@@ -7,7 +7,7 @@ from .commit import (
     commit_when_complete,
     read_sidecar_files,
 )
-from .folder import CheckpointFolder, write_small_files
+from .folder import CheckpointFolder, with_digests, write_small_files
 from .host import HostValues
 from .prepare_tree import PreparedTree
 from .write import write_parts

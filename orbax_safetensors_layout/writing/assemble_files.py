@@ -12,7 +12,7 @@ from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
 from orbax_safetensors_layout.mapping import AffinePiece, Piece, apply_view, assemble_box
-from orbax_safetensors_layout.options import Progress, ReadOptions
+from orbax_safetensors_layout.options import KIB, MIB, Progress, ReadOptions
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
     ArraySource,
@@ -30,8 +30,8 @@ from .host import HostValues
 
 _BLOCKS_IN_FLIGHT = 8
 _BLOCKS_PLANNED = 2048  # at once: each may be of a thousand pieces
-_MOST_BLOCK_BYTES = 32 << 20
-_SMALL_BYTES = 32 << 10  # written in less time than a thread takes to begin
+_MOST_BLOCK_BYTES = 32 * MIB
+_SMALL_BYTES = 32 * KIB  # written in less time than a thread takes to begin
 
 
 class _TensorRows(NamedTuple):

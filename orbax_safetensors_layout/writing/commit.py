@@ -14,6 +14,7 @@ from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
 )
 from orbax_safetensors_layout.format import DIGESTS, INDEX_SUFFIX, MANIFEST, SUFFIX
+from orbax_safetensors_layout.options import PathLike
 from orbax_safetensors_layout.plan import PIECES_FOLDER
 from orbax_safetensors_layout.runtime import ProcessGroup
 from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
@@ -135,7 +136,7 @@ def check_target(
 
 
 def read_sidecar_files(
-    path: str | os.PathLike[str], *, storage: Storage | None = None, required: bool = False
+    path: PathLike, *, storage: Storage | None = None, required: bool = False
 ) -> dict[str, bytes]:
     """Returns the side files of a Hugging Face folder, or that one file, by name.
 

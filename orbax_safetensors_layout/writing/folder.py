@@ -188,11 +188,11 @@ class CheckpointFolder:
     def _complete(self, plan: WritePlan) -> None:
         files = plan.index()
         if self._options.digests:
-            digests = {name: zlib.crc32(data) for name, data in files.items()} | self._digests
+            digests = {**self._digests}
             for process in range(1, plan.process_count):
                 file = join(self.path, _own_digests(process))
                 digests |= parse_digests(read_file(self.storage, file, "the digests"), file=file)
-            files[DIGESTS] = dump_digests(digests)
+            files = with_digests(files, digests)
         self._write(files)
         own = self._small_files.union(plan.names)
         for name in self.storage.list(self.path):  # what an abandoned save left would pass for own
@@ -210,6 +210,12 @@ class CheckpointFolder:
 
 def _own_digests(process: int) -> str:
     return f"{PIECES_FOLDER}/{DIGESTS}.{process}"
+
+
+def with_digests(files: Mapping[str, bytes], digests: Mapping[str, int]) -> dict[str, bytes]:
+    """Return small files, and beside them the CRC-32 of these and of a checkpoint's others."""
+    own = {name: zlib.crc32(files[name]) for name in files if appearance_rank(name) is not None}
+    return {**files, DIGESTS: dump_digests({**own, **digests})}
 
 
 def write_small_files(

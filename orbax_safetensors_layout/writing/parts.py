@@ -19,13 +19,14 @@ import numpy as np
 from orbax_safetensors_layout.format import PACKED, DType
 from orbax_safetensors_layout.geometry import pack_bits
 from orbax_safetensors_layout.mapping import assign
+from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.plan import FilePart, LeafWrite
 from orbax_safetensors_layout.runtime import Bytes
 from orbax_safetensors_layout.storage import ByteBuffer
 
 from .host import HostValues, PendingShards
 
-_STAGING_BYTES = 1 << 20  # a block of staged rows: what a core's cache holds
+_STAGING_BYTES = MIB  # a block of staged rows: what a core's cache holds
 _LONGEST_ROW_BYTES = 8 * _STAGING_BYTES  # longer ones are cut, and copied element by element
 
 

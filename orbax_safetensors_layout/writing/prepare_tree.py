@@ -24,6 +24,7 @@ from orbax_safetensors_layout.format import (
     Container,
     DType,
     Leaf,
+    Manifest,
     NewTensor,
     Node,
     ShardingRecord,
@@ -107,6 +108,17 @@ class PreparedTree(NamedTuple):
                 hint="Save the parameters alone.",
             )
         return plan_mapped_writes(self.leaves, mapping, options=options, **processes)
+
+    def manifest(self, plan: WritePlan, options: WriteOptions, custom: object = None) -> Manifest:
+        """Return the manifest of a save without a mapping, with a JSON value `custom`."""
+        return Manifest(
+            layout=options.layout,
+            tree=self.node,
+            shardings=self.shardings,
+            metadata=dict(options.metadata),
+            custom=custom,
+            pieces=plan.stored if options.layout == "sharded" else None,
+        )
 
     def check_concrete(self) -> None:
         """Raises for abstract and deleted arrays, which can be planned but not written."""

@@ -23,6 +23,7 @@ from orbax_safetensors_layout.conversion import (
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
 from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box, cut
+from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.reading import VerifyingReader
 from orbax_safetensors_layout.storage import FULL
@@ -30,7 +31,7 @@ from orbax_safetensors_layout.storage import FULL
 _handlers: Any = ocp.type_handlers
 _ArrayHandler: Any = ocp.type_handlers.ArrayHandler
 _NumpyHandler: Any = ocp.type_handlers.NumpyHandler
-_MOST_KEY_BYTES = 1 << 20
+_MOST_KEY_BYTES = MIB
 _KEY_WORDS = (2, 4)  # uint32 words of a key: threefry, and rbg
 _UNOPENED = object()
 _MOST_TEXT = 500  # characters of an error of others
