@@ -245,6 +245,11 @@ VISION_SIZES = {
         "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
         "out_hidden_size": 32, "num_position_embeddings": 16,
     },
+    "gemma4": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+        "position_embedding_size": 16,
+    },
 }  # fmt: skip
 
 
@@ -269,6 +274,7 @@ def test_language_models_of_those_with_vision(saved, tmp_path, name):
     with pytest.raises(MappingError, match=r"would lack tensors|lack \d+ of"):
         osl.save(tmp_path / "out", tree, mapping=mapping.like(tmp_path))
     left = ["*vision_model.*", "*visual.*", "*multi_modal_projector.*"]
+    left += ["*vision_tower.*", "*embed_vision.*"]
     osl.save(tmp_path / "out", tree, mapping=mapping.like(tmp_path, leave_out=left))
     back = osl.load(tmp_path / "out")
     assert set(back) == {n for n in files if "vis" not in n and "projector" not in n}
@@ -321,6 +327,42 @@ def test_layers_of_full_attention_by_their_interval(saved, interval):
     config |= {} if interval is None else {"full_attention_interval": interval}
     types = transformers.Qwen3NextConfig(**config).layer_types
     assert repr(families.mapping(config)) == repr(families.mapping(config | {"layer_types": types}))
+
+
+def test_heads_of_global_layers_as_published_and_as_transformers_5_writes_them(saved):
+    for name in ("gemma4", "gemma4_moe"):
+        config = saved[name].config
+        full = config["per_layer_config"][str(config["layer_types"].index("full_attention"))]
+        short = {k: v for k, v in config.items() if k != "per_layer_config"}
+        short |= {"global_head_dim": full["head_dim"]}
+        short |= {"num_global_key_value_heads": full.get("num_key_value_heads")}
+        assert repr(families.mapping(short)) == repr(families.mapping(config))
+    for layer, sizes in (("0", {"head_dim": 8}), ("5", {"head_dim": 8}), ("3", {"head_dim": 8})):
+        other = config["per_layer_config"] | {layer: sizes}
+        config = config | {"layer_types": ["sliding_attention", "full_attention"] * 3}
+        with pytest.raises(MappingError, match=r"'per_layer_config' of the configuration is"):
+            families.mapping(config | {"per_layer_config": other})
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_keys_and_values_that_no_layer_uses(saved, tmp_path, name):
+    """Published files have them in layers that take those of others; transformers drops them."""
+    whole, _, tensors, _ = saved[name]
+    count = len({t.split(".")[2] for t in tensors if ".layers." in t})
+    more = {
+        f"model.layers.{i}.self_attn.{part}.weight": torch.ones(2, 2)
+        for i in (count - 2, count - 1)
+        for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+    }
+    folder = copy(whole, tmp_path / "files", more=more)
+    mapping = families.mapping(folder)
+    tree = osl.load(folder, mapping=mapping)
+    osl.save(tmp_path / "out", tree, mapping=mapping)
+    assert set(osl.metadata(tmp_path / "out")) == set(tensors)
+    used = {f"model.layers.0.self_attn.{part}.lora": torch.ones(2, 2) for part in ("k_proj",)}
+    other = copy(whole, tmp_path / "other", more=used)
+    with pytest.raises(MappingError, match=r"no rule uses tensor 'model.layers.0"):
+        osl.load(other, mapping=families.mapping(other))
 
 
 def test_kimi_k2_is_a_deepseek_v3(saved):

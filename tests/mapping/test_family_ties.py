@@ -122,7 +122,7 @@ def check_logits(model, folder, make_mapping):
         *("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"),
         *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "deepseek_v2", "glm4_moe", "olmo2"),
         *("olmo3", "phi3", "granite", "starcoder2", "cohere", "cohere2"),
-        *("llama4", "qwen2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+        *("gemma3n", "gemma4", "llama4", "qwen2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
     ],
 )
 def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):

@@ -14,10 +14,11 @@ FAMILY |= {
     "llama4_scout": "llama4",
     "qwen2_moe_unbiased": "qwen2_moe",
     "qwen3_next_mixed": "qwen3_next",
+    "gemma4_moe": "gemma4",
 }
 ONLY_PLAIN = (
     *("glm4_moe", "olmo2", "phi3", "granite", "starcoder2", "cohere", "cohere2", "llama4"),
-    *("qwen2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("qwen2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3n", "gemma4"),
 )
 NOT_IN_MAXTEXT = ("llama_biased", "qwen3_moe_mixed")
 NOT_IN_TUNIX = (

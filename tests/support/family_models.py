@@ -117,6 +117,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", SHARED | HYBRID),
     "qwen3_next_mixed": ("Qwen3Next", SHARED | HYBRID | {"mlp_only_layers": [0, 3]}),
     "qwen3_5": ("Qwen3_5", HYBRID),
+    "gemma3n": (
+        "Gemma3n",
+        {"num_hidden_layers": 5, "head_dim": 16, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 80, "num_kv_shared_layers": 2, "laurel_rank": 4}
+        | {"altup_num_inputs": 3, "activation_sparsity_pattern": [0.0] * 5}
+        | {"layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "full") * 2][:5]},
+    ),
+    "gemma4": (
+        "Gemma4",
+        {"num_hidden_layers": 10, "head_dim": 16, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 80, "num_kv_shared_layers": 2, "global_head_dim": 24}
+        | {"use_double_wide_mlp": True}
+        | {"layer_types": [f"{kind}_attention" for kind in ("sliding", "full") * 5]},
+    ),
+    "gemma4_moe": (
+        "Gemma4",
+        {"num_hidden_layers": 6, "head_dim": 16, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 24, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "global_head_dim": 24},
+    ),
     "qwen3_5_moe": ("Qwen3_5Moe", SHARED | HYBRID),
 }
 
@@ -149,8 +170,11 @@ def make(name: str, folder, dtype: str = "bfloat16", **more: Any) -> Saved:
     return Saved(folder, json.loads((folder / "config.json").read_text()), read(folder), model)
 
 
+_SAVED = ("e_score_correction_bias", "layer_scalar")
+
+
 def _saved_buffers(model):
-    return [b for name, b in model.named_buffers() if "e_score_correction_bias" in name]
+    return [b for name, b in model.named_buffers() if name.endswith(_SAVED)]
 
 
 def read(folder) -> dict[str, np.ndarray]:

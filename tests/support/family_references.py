@@ -21,6 +21,9 @@ class Layer:
         self.heads = config["num_attention_heads"]
         self.kv = config["num_key_value_heads"]
         self.d = config.get("head_dim") or config["hidden_size"] // self.heads
+        own = (config.get("per_layer_config") or {}).get(str(index), {})
+        self.d = own.get("head_dim", self.d)
+        self.kv = own.get("num_key_value_heads", self.kv)
 
     def __call__(self, name):
         return self.tensors[self.before + name]
@@ -42,8 +45,14 @@ def attention_kernels(x, d_v=None):
         ends = (x.heads * x.d, (x.heads + x.kv) * x.d)
         weights = dict(zip("qkv", np.split(x("self_attn.qkv_proj.weight"), ends), strict=True))
     else:
-        weights = {name: x(f"self_attn.{name}_proj.weight") for name in "qkv"}
+        weights = {
+            name: x(f"self_attn.{name}_proj.weight")
+            for name in "qkv"
+            if f"self_attn.{name}_proj.weight" in x
+        }
     for name, heads in (("q", x.heads), ("k", x.kv), ("v", x.kv)):
+        if name not in weights:
+            continue  # keys and values of another layer, or values that are the keys
         weight = weights[name]  # queries of some models have a gate beside each
         leaves[name] = weight.T.reshape(weight.shape[1], heads, -1)
         assert leaves[name].shape[2] in ((x.d, 2 * x.d) if name == "q" else (x.d,))
@@ -156,6 +165,8 @@ def plain_layer(family, x):
         leaves["mlp.shared_expert_gate.kernel"] = x.linear("mlp.shared_expert_gate")
     if family == "llama4":
         leaves |= llama4_mlp(x)
+    if family in ("gemma3n", "gemma4"):
+        leaves |= gemma_additions(x)
     if "mlp.gate.e_score_correction_bias" in x:
         leaves["mlp.router.e_score_correction_bias"] = x("mlp.gate.e_score_correction_bias")
     if family == "mixtral":
@@ -177,6 +188,31 @@ def plain_layer(family, x):
     return leaves
 
 
+def gemma_additions(x):
+    """What layers of Gemma 3n and 4 have more than those of Gemma 3."""
+    leaves = {}
+    for name in ("layer_scalar", "altup.correct_output_scale", "router.scale",
+                 "router.per_expert_scale"):  # fmt: skip
+        if name in x:
+            leaves[name] = x(name)
+    for name in ("altup.router_norm", "laurel.post_laurel_norm", "post_per_layer_input_norm",
+                 "post_feedforward_layernorm_1", "post_feedforward_layernorm_2",
+                 "pre_feedforward_layernorm_2"):  # fmt: skip
+        if f"{name}.weight" in x:
+            leaves[f"{name}.scale"] = x(f"{name}.weight")
+    for name in ("altup.correction_coefs", "altup.modality_router", "altup.prediction_coefs",
+                 "laurel.linear_left", "laurel.linear_right", "per_layer_input_gate",
+                 "per_layer_projection", "router.proj"):  # fmt: skip
+        if f"{name}.weight" in x:
+            leaves[f"{name}.kernel"] = x.linear(name)
+    if "experts.gate_up_proj" in x:
+        gate, up = np.split(x("experts.gate_up_proj"), 2, axis=1)
+        down = x("experts.down_proj")
+        for name, array in (("gate", gate), ("up", up), ("down", down)):
+            leaves[f"experts.{name}_proj.kernel"] = array.transpose(0, 2, 1)
+    return leaves
+
+
 def llama4_mlp(x):
     """MLP or experts of a layer."""
     before = "feed_forward."
@@ -195,6 +231,19 @@ def llama4_mlp(x):
     }
 
 
+def kind_of(family, config, i, layers):
+    """What layers that are stacked together are called."""
+    sparse = ["mlp.router.kernel" in layer for layer in layers]
+    words = ""
+    if family in ("gemma3n", "gemma4") and i >= len(layers) - config["num_kv_shared_layers"]:
+        words += "kv_shared_"
+    if any(sparse) and not all(sparse):
+        words += "moe_" if sparse[i] else "dense_"
+    if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4"):
+        words += config["layer_types"][i].removesuffix("attention")
+    return words
+
+
 def plain(family, config, tensors, scan):
     leaves = {
         "embed_tokens.embedding": tensors["model.embed_tokens.weight"],
@@ -205,19 +254,25 @@ def plain(family, config, tensors, scan):
     if "lm_head.weight" in tensors:
         leaves["lm_head.kernel"] = tensors["lm_head.weight"].T
     n = config["num_hidden_layers"]
+    if "model.embed_tokens_per_layer.weight" in tensors:
+        table = tensors["model.embed_tokens_per_layer.weight"]
+        leaves["embed_tokens_per_layer.embedding"] = table.reshape(len(table), n, -1)
+        kernel = tensors["model.per_layer_model_projection.weight"].T
+        leaves["per_layer_model_projection.kernel"] = kernel.reshape(len(kernel), n, -1)
+        norm = tensors["model.per_layer_projection_norm.weight"]
+        leaves["per_layer_projection_norm.scale"] = norm
+    for name in ("altup_projections", "altup_unembed_projections"):
+        parts = [t for t in tensors if t.startswith(f"model.{name}.")]
+        if parts:
+            leaves[f"{name}.kernel"] = np.stack([tensors[t].T for t in sorted(parts)])
     layers = [plain_layer(family, Layer(tensors, i, config)) for i in range(n)]
     if not scan:
         return leaves | {f"layers.{i}.{k}": v for i, x in enumerate(layers) for k, v in x.items()}
     kinds = {}
-    for x in layers:
-        traits = ("moe" if "mlp.router.kernel" in x else "dense",
-                  "linear" if "linear_attn.A_log" in x else "full")  # fmt: skip
-        kinds.setdefault(traits, []).append(x)
-    for traits, group in kinds.items():  # those are named in which layers differ
-        differ = [t for i, t in enumerate(traits) if len({other[i] for other in kinds}) > 1]
-        hybrid = config.get("linear_num_key_heads") and traits[1] not in differ
-        words = [*differ, *([traits[1]] if hybrid else []), "layers"]
-        leaves |= stacked("_".join(words) + ".", group, 0)
+    for i, layer in enumerate(layers):
+        kinds.setdefault(kind_of(family, config, i, layers), []).append(layer)
+    for before, group in kinds.items():
+        leaves |= stacked(f"{before}layers.", group, 0)
     return leaves
 
 

@@ -20,6 +20,8 @@ _HYBRID = {"head_dim": 256, "full_attention_interval": 4} | {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+_LINEAR_OR_FULL = ("linear", "full")
+_GEMMA_VISION = ("*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*")
 _GEMMA_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -66,7 +68,12 @@ class Architecture:
         shared_experts: The module of the experts that all tokens take.
         shared_gate: Whether these have a gate.
         experts: Experts of a layer, one `each`, or all `stacked` in one tensor: as they are used,
-            or with inputs last, `transposed`, where files have them so, else each.
+            or with inputs last, `transposed`. Of `transposed_or_each` the files decide.
+        experts_flag: Key that says whether there are experts, by default not; None if there are.
+        attention_types: Types of attention whose layers differ in their tensors.
+        reuses_keys: Whether the last layers may reuse the keys and values of others.
+        layer_inputs: Whether each layer may have an embedding of its own.
+        alternating: Whether layers have the alternating updates and low ranks of Gemma 3n.
         prediction: Tensors for multi-token prediction: of more `layers`, or of a module `mtp`.
         vision: Patterns of the tensors of a vision model beside it.
         prefix: Prefix of the names of the language model's tensors, where there is such.
@@ -87,7 +94,12 @@ class Architecture:
     routing_bias: bool = False
     shared_experts: Literal["shared_experts", "shared_expert"] | None = None
     shared_gate: bool = False
-    experts: Literal["each", "stacked", "transposed"] = "each"
+    experts: Literal["each", "stacked", "transposed", "transposed_or_each"] = "each"
+    experts_flag: str | None = None
+    attention_types: tuple[str, ...] = ()
+    reuses_keys: bool = False
+    layer_inputs: bool = False
+    alternating: bool = False
     prediction: Literal["layers", "mtp"] | None = None
     vision: tuple[str, ...] = ("*vision_tower.*", "*multi_modal_projector.*")
     prefix: str = "language_model.model."
@@ -118,7 +130,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         norms=_GEMMA_NORMS,
         head_norms="share",
     ),
-    "mixtral": Architecture(defaults={"num_local_experts": 8}, biases=()),
+    "mixtral": Architecture(
+        defaults={"num_local_experts": 8}, biases=(), feed_forward="block_sparse_moe"
+    ),
     "deepseek_v2": Architecture(
         defaults={"first_k_dense_replace": 0, "n_routed_experts": 64, "q_lora_rank": 1536},
         biases=(),
@@ -195,6 +209,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"num_key_value_heads": 2, "num_experts": 512, **_SPARSE_STEP, **_HYBRID},
         head_norms="share",
         linear="joined",
+        attention_types=_LINEAR_OR_FULL,
         gated_queries=True,
         shared_experts="shared_expert",
         shared_gate=True,
@@ -204,6 +219,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"num_key_value_heads": 4, **_HYBRID},
         head_norms="share",
         linear="parted",
+        attention_types=_LINEAR_OR_FULL,
         gated_queries=True,
         prediction="mtp",
         vision=("*visual.*",),
@@ -213,12 +229,51 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"num_key_value_heads": 2, "num_experts": 256, **_HYBRID},
         head_norms="share",
         linear="parted",
+        attention_types=_LINEAR_OR_FULL,
         gated_queries=True,
-        experts="transposed",
+        experts="transposed_or_each",
         shared_experts="shared_expert",
         shared_gate=True,
         prediction="mtp",
         vision=("*visual.*",),
+        prefix="model.language_model.",
+    ),
+    "gemma3n": Architecture(
+        defaults={
+            **_TIED,
+            "head_dim": 256,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 15,
+            "hidden_size_per_layer_input": 256,
+            "altup_num_inputs": 4,
+        },
+        norms=_GEMMA_NORMS,
+        head_norms="share",
+        reuses_keys=True,
+        layer_inputs=True,
+        alternating=True,
+        vision=_GEMMA_VISION,
+        prefix="model.language_model.",
+    ),
+    "gemma4": Architecture(
+        defaults={
+            **_TIED,
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "global_head_dim": 512,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 256,
+            "sliding_window_pattern": 6,
+            "num_experts": None,
+        },
+        norms=_GEMMA_NORMS,
+        head_norms="share",
+        experts="transposed",
+        experts_flag="enable_moe_block",
+        attention_types=("sliding", "full"),
+        reuses_keys=True,
+        layer_inputs=True,
+        vision=_GEMMA_VISION,
         prefix="model.language_model.",
     ),
 }

@@ -45,13 +45,19 @@ class MappingBuilder:
         if dims.extra:
             last = dims.layers + dims.extra - 1
             extra = [f"{self.prefix}layers.{{{dims.layers}..{last}}}.*"]
+        # Transformers before version 5 saved them, and no program uses them.
+        reused = [
+            f"{self.prefix}layers.{i}.self_attn.{{k,v}}_*"
+            for i, kind in enumerate(dims.kinds)
+            if kind.reuses
+        ]
         int4 = dims.quantized is not None and dims.quantized.method == "int4"
         unread = ["*.weight_shape"] if int4 and not self.keep else []
         return Mapping(
             self._rules(tree),
             ignore=[*extra, *unread, *vision],
             unsaved=[*(extra if self.extra else ()), *vision],
-            buffers=_BUFFERS,
+            buffers=[*_BUFFERS, *reused],
         )
 
     def _rules(self, tree: Tree) -> Iterator[Rule]:

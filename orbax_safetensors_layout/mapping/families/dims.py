@@ -10,7 +10,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
 from .architectures import ARCHITECTURES, Architecture
-from .config import Section
+from .config import SIZES, Section
 from .weight_format import WeightFormat, weight_format
 
 # Keys that no classes read but those of families with a default for them.
@@ -24,10 +24,10 @@ _OWN = (
 # `tie_word_embeddings`. Where it is left out it is false, but true in these classes (those of
 # transformers 5.23.0 that take any text model) ...
 _TIED_BY_DEFAULT = """
-    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid florence2 gemma3 glmasr got_ocr2
-    granite_speech granite_speech_plus grounding-dino hyperclovax_vision_v2 internvl janus kimi_k25
-    lfm2_vl lfm3_vl lighton_ocr minicpm_ocr mistral3 mm-grounding-dino moss_transcribe_diarize ovis2
-    paligemma pe_audio_video pp_chart2table qwen3_asr voxtral_realtime
+    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid florence2 gemma3 gemma3n gemma4 glmasr
+    got_ocr2 granite_speech granite_speech_plus grounding-dino hyperclovax_vision_v2 internvl janus
+    kimi_k25 lfm2_vl lfm3_vl lighton_ocr minicpm_ocr mistral3 mm-grounding-dino
+    moss_transcribe_diarize ovis2 paligemma pe_audio_video pp_chart2table qwen3_asr voxtral_realtime
 """
 _TIED_BY_TEXT = "perception_lm"  # ... or the text model's in this, ...
 # ... which counts in these even where the outer one is false.
@@ -64,6 +64,15 @@ class LinearAttention:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers with the same tensors."""
+
+    sparse: bool = False  # whether they have experts
+    attention: str = ""  # one of `Architecture.attention_types`, where there are such
+    reuses: bool = False  # whether keys and values are those of other layers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Dims:
     """The dimensions of one model."""
 
@@ -92,14 +101,16 @@ class Dims:
     quantized: WeightFormat | None
     multimodal: bool  # whether the checkpoint holds a vision model too
     layer_types: tuple[str, ...]  # the kind of attention of each; empty where none is given
+    kinds: tuple[LayerKind, ...]  # of each layer
+    full_kv_heads: int  # of layers of full attention
+    full_head_dim: int
+    keys_are_values: bool  # in layers of full attention
+    layer_input: int  # dimension of the embedding of each layer; 0 without
+    alternatives: int  # of the hidden state, in Gemma 3n; else 0
 
     @property
     def sparse(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.layers) if i not in self.dense)
-
-    def of_type(self, layers: Sequence[int], attention: str) -> tuple[int, ...]:
-        """Return those of some layers with a type of attention."""
-        return tuple(i for i in layers if self.layer_types[i] == attention)
 
     def check_uniform(self, target: str) -> None:
         """Refuses layers that are partly dense, which `target` does not have."""
@@ -138,26 +149,32 @@ def dims_of(family: str, config: Mapping[str, Any], names: Sequence[str] = ()) -
     heads = read.integer("num_attention_heads", bounds=(1, hidden))
     head_dim = read.integer("head_dim", hidden // heads)
     latent = _latent(read) if architecture.latent else None
-    sparse = not defaults.keys().isdisjoint(_EXPERTS)
+    flag = architecture.experts_flag
+    sparse = not defaults.keys().isdisjoint(_EXPERTS) and (flag is None or read.flag(flag, False))
     local = "linear" if architecture.linear else "sliding"
     n = read.integer(
         "full_attention_interval" if architecture.linear else "sliding_window_pattern", 0
     )
     cycle = [f"{local if i % n else 'full'}_attention" for i in range(1, layers + 1) if n]
     layer_types = read.texts("layer_types") or tuple(cycle)
+    if family == "gemma4":  # `Gemma4TextConfig` makes it so
+        layer_types = (*layer_types[:-1], "full_attention")
     if layer_types and len(layer_types) != layers:
         read.raise_error("layer_types", f"one for each of {layers:,} layers", layer_types)
     flag = architecture.head_norms_flag
-    types = {"linear_attention", "full_attention"}
-    if architecture.linear and not types.issuperset(layer_types):
-        read.raise_error("layer_types", f"each one of {sorted(types)}", layer_types)
+    types = [f"{kind}_attention" for kind in architecture.attention_types]
+    if types and not set(types).issuperset(layer_types):
+        read.raise_error("layer_types", f"each one of {types}", layer_types)
+    dense = _dense(read, layers) if sparse else tuple(range(layers))
+    kv_heads = read.integer("num_key_value_heads", heads)
+    full_kv_heads, full_head_dim = _full_attention(read, layer_types, kv_heads, head_dim)
     most, most_experts = (0, _MOST_LAYERS), (1, _MOST_EXPERTS // layers)
     return Dims(
         family=family,
         architecture=architecture,
         layers=layers,
         heads=heads,
-        kv_heads=read.integer("num_key_value_heads", heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         hidden=hidden,
         fused_width=_fused_width(architecture, read),
@@ -167,7 +184,7 @@ def dims_of(family: str, config: Mapping[str, Any], names: Sequence[str] = ()) -
         query_scalar=read.number("query_pre_attn_scalar", head_dim),
         rope=_rope(read),
         experts=read.integer(read.need(*_EXPERTS), bounds=most_experts) if sparse else 0,
-        dense=_dense(read, layers) if sparse else tuple(range(layers)),
+        dense=dense,
         shared_experts=architecture.shared_experts is not None
         and read.integer("n_shared_experts", 1, bounds=most) > 0,
         extra=read.integer("num_nextn_predict_layers", 0, bounds=most)
@@ -181,6 +198,16 @@ def dims_of(family: str, config: Mapping[str, Any], names: Sequence[str] = ()) -
         quantized=weight_format(family, read.section("quantization_config")),
         multimodal=inner is not None,
         layer_types=layer_types,
+        kinds=_kinds(architecture, read, dense, layer_types, layers),
+        full_kv_heads=full_kv_heads,
+        full_head_dim=full_head_dim,
+        keys_are_values=bool(types) and read.flag("attention_k_eq_v", False),
+        layer_input=read.integer("hidden_size_per_layer_input", bounds=(0, SIZES[1]))
+        if architecture.layer_inputs
+        else 0,
+        alternatives=read.integer("altup_num_inputs", bounds=(1, _MOST_LAYERS))
+        if architecture.alternating
+        else 0,
     )
 
 
@@ -227,6 +254,53 @@ def _latent(read: Section) -> Latent:
     return Latent(ranked, keys + rotated, keys + values, values)
 
 
+def _kinds(
+    architecture: Architecture,
+    read: Section,
+    dense: Sequence[int],
+    layer_types: Sequence[str],
+    layers: int,
+) -> tuple[LayerKind, ...]:
+    reusing = 0
+    if architecture.reuses_keys:
+        reusing = read.integer("num_kv_shared_layers", bounds=(0, layers - 1))
+    return tuple(
+        LayerKind(
+            sparse=i not in dense,
+            attention=layer_types[i].removesuffix("_attention")
+            if architecture.attention_types
+            else "",
+            reuses=i >= layers - reusing,
+        )
+        for i in range(layers)
+    )
+
+
+def _full_attention(
+    read: Section, layer_types: Sequence[str], kv_heads: int, head_dim: int
+) -> tuple[int, int]:
+    """Heads of keys and values of layers of full attention, and their size, in Gemma 4."""
+    if "global_head_dim" not in ARCHITECTURES[read.model].defaults:
+        return kv_heads, head_dim
+    full = kv_heads, read.integer("global_head_dim")
+    if read.flag("attention_k_eq_v", False):
+        full = read.integer("num_global_key_value_heads", kv_heads), full[1]
+    layers = read.section("per_layer_config")  # as transformers 5 writes it
+    if layers is None:
+        return full
+    found: dict[str, set[tuple[int, int]]] = {}
+    for i, kind in enumerate(layer_types):
+        layer = layers.section(str(i))
+        heads = kv_heads if layer is None else layer.integer("num_key_value_heads", kv_heads)
+        dim = head_dim if layer is None else layer.integer("head_dim", head_dim)
+        found.setdefault(kind, set()).add((heads, dim))
+    if any(len(sizes) > 1 for sizes in found.values()):
+        read.raise_error("per_layer_config", "one size of heads for each of layer_types", found)
+    if found.get("sliding_attention", {(kv_heads, head_dim)}) != {(kv_heads, head_dim)}:
+        read.raise_error("per_layer_config", "local layers as the others say", found)
+    return next(iter(found.get("full_attention", {full})))
+
+
 def _linear(read: Section) -> LinearAttention:
     keys, values = read.integer("linear_num_key_heads"), read.integer("linear_num_value_heads")
     if values % keys:
@@ -236,15 +310,17 @@ def _linear(read: Section) -> LinearAttention:
 
 
 def _fused_width(architecture: Architecture, read: Section) -> int:
-    if architecture.experts == "transposed":
+    if architecture.experts.startswith("transposed"):
+        if architecture.experts_flag and not read.flag(architecture.experts_flag, False):
+            return 0
         return read.integer("moe_intermediate_size")
     is_fused = architecture.fused or architecture.experts == "stacked"
     return read.integer("intermediate_size") if is_fused else 0
 
 
 def _stacked_experts(architecture: Architecture, names: Sequence[str]) -> bool:
-    if architecture.experts != "transposed":
-        return architecture.experts == "stacked"
+    if architecture.experts != "transposed_or_each":
+        return architecture.experts != "each"
     return not names or any(name.endswith(".experts.gate_up_proj") for name in names)
 
 

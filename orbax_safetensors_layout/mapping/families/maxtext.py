@@ -15,7 +15,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
-from .dims import Dims
+from .dims import Dims, LayerKind
 from .steps import EMBEDDING, VECTOR, FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
 from .tensors import fused_experts, layer_tensors
 
@@ -110,7 +110,7 @@ def tree(dims: Dims) -> Tree:
 
 def _steps(dims: Dims, *, sparse: bool) -> dict[str, TensorStep]:
     """Return the steps of those tensors of a layer that MaxText has, with the values it has."""
-    steps = layer_tensors(dims, sparse=sparse)
+    steps = layer_tensors(dims, LayerKind(sparse))
     if dims.family not in ("qwen2", "gpt_oss"):
         steps = {name: step for name, step in steps.items() if not name.endswith(".bias")}
     query, key = "self_attn.q_proj.weight", "self_attn.k_proj.weight"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .dims import Dims
+from .dims import Dims, LayerKind
 from .steps import FamilyLeaf, LayerGroup, Tree, renamed
 from .tensors import (
-    NORM_BIAS,
     fused_experts,
     fused_projections,
     layer_tensors,
+    other_leaves,
     stacked_experts,
 )
 
@@ -20,34 +20,44 @@ _NAMES = (
     (r"\bw3\b", "up_proj"),
     (r"\bw2\b", "down_proj"),
     (r"mlp\.gate\b", "mlp.router"),
-    (r"norm\.weight", "norm.scale"),
+    (r"norm(_\d)?\.weight", r"norm\1.scale"),
     ("weight", "kernel"),
 )
 
 
 def tree(dims: Dims) -> Tree:
-    """Return the leaves of a model; each kind of layers is a group."""
-    groups = []
-    attentions = ("linear_", "full_") if dims.linear else ("",)
-    for sparse, layers in ((False, dims.dense), (True, dims.sparse)):
-        before = ("moe_" if sparse else "dense_") if dims.dense and dims.sparse else ""
-        for attention in attentions:
-            indices = dims.of_type(layers, f"{attention}attention") if attention else layers
-            leaves = _leaves(dims, sparse=sparse, linear=attention == "linear_")
-            groups.append(LayerGroup(f"{before}{attention}layers.", "layers.{n}.", indices, leaves))
+    """Return the leaves of a model; layers of one kind are a group."""
+    kinds: dict[LayerKind, list[int]] = {}
+    for i, kind in enumerate(dims.kinds):
+        kinds.setdefault(kind, []).append(i)
+    groups = (
+        LayerGroup(
+            f"{_prefix(dims, kind)}layers.", "layers.{n}.", tuple(layers), _leaves(dims, kind)
+        )
+        for kind, layers in kinds.items()
+    )
     return Tree(
         "embed_tokens.embedding",
         "lm_head.kernel",
         "norm.scale",
         tuple(groups),
-        others=(NORM_BIAS,) if dims.architecture.norm_biases else (),
+        others=other_leaves(dims),
     )
 
 
-def _leaves(dims: Dims, *, sparse: bool, linear: bool) -> tuple[FamilyLeaf, ...]:
-    leaves = renamed(layer_tensors(dims, sparse=sparse, linear=linear), _NAMES)
+def _prefix(dims: Dims, kind: LayerKind) -> str:
+    mixed = dims.dense and dims.sparse
+    return (
+        ("kv_shared_" if kind.reuses else "")
+        + (("moe_" if kind.sparse else "dense_") if mixed else "")
+        + (f"{kind.attention}_" if kind.attention else "")
+    )
+
+
+def _leaves(dims: Dims, kind: LayerKind) -> tuple[FamilyLeaf, ...]:
+    leaves = renamed(layer_tensors(dims, kind), _NAMES)
     leaves += fused_projections(dims)
-    if sparse and dims.family == "gpt_oss":
+    if kind.sparse and dims.family == "gpt_oss":
         names = ("gate_proj", "up_proj", "down_proj")
         leaves += fused_experts(names, "mlp.experts.{}.kernel", "mlp.experts.{}.bias")
-    return leaves + (stacked_experts(dims) if sparse else ())
+    return leaves + (stacked_experts(dims) if kind.sparse else ())

@@ -43,6 +43,8 @@ TARGETS: dict[str, tuple[str, ...]] = {name: side.families for name, side in _TA
 
 _FAMILY_OF = {family: family for family in FAMILIES} | {
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
     "kimi_k2": "deepseek_v3",
     "llama4_text": "llama4",
     "qwen3_5_text": "qwen3_5",
@@ -167,13 +169,13 @@ def _family_of(model_type: object) -> str:
     if isinstance(model_type, str) and model_type in _FAMILY_OF:
         return _FAMILY_OF[model_type]
     shown = short_repr(model_type)
-    suggestions = suggest_names(shown, FAMILIES, 1)
-    call = "".join(f": osl.families.{name}(config, model_type={shown})" for name in suggestions)
+    suggestions = suggest_names(shown, FAMILIES, 3)
+    calls = " or ".join(f"osl.families.{name}(config, model_type={shown})" for name in suggestions)
     raise MappingError(
         f"there is no ready mapping for model_type {shown}",
         expected=f"one of {', '.join(sorted(_FAMILY_OF))}",
         hint="If the model is one of these by another name, call that family's function"
-        f"{call or ' of osl.families'}; else write an osl.Mapping.",
+        f"{f': {calls}' if calls else ' of osl.families'}; else write an osl.Mapping.",
     )
 
 

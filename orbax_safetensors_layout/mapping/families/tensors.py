@@ -5,11 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 from .architectures import GATED
-from .dims import Dims, Latent, LinearAttention
+from .dims import Dims, Latent, LayerKind, LinearAttention
 from .steps import LINEAR, ROUTER, VECTOR, FamilyLeaf, TensorStep
 
 EMBEDDING_TENSOR, NORM_TENSOR = "embed_tokens.weight", "norm.weight"
-NORM_BIAS = FamilyLeaf("norm.bias", "norm.bias", VECTOR)
+_ALTERNATING = {
+    "altup.correct_output_scale": VECTOR,
+    "altup.correction_coefs.weight": ROUTER,
+    "altup.modality_router.weight": ROUTER,
+    "altup.prediction_coefs.weight": ROUTER,
+    "altup.router_norm.weight": VECTOR,
+    "laurel.linear_left.weight": LINEAR,
+    "laurel.linear_right.weight": LINEAR,
+    "laurel.post_laurel_norm.weight": VECTOR,
+}
 _OUT_OF_HEADS = "e (h d) -> h d e"
 
 
@@ -27,20 +36,31 @@ def heads(h: int, d: int, pattern: str = "(h d) e -> e h d") -> TensorStep:
     return TensorStep(pattern, (("h", h), ("d", d)), projection=True)
 
 
-def layer_tensors(dims: Dims, *, sparse: bool, linear: bool = False) -> dict[str, TensorStep]:
+def layer_tensors(dims: Dims, kind: LayerKind) -> dict[str, TensorStep]:
     """Return the step of each tensor of a layer that is a leaf.
 
     `fused_projections`, `fused_experts` and `stacked_experts` have the leaves that are parts.
     """
     norms, parts = dims.architecture.norms, ("weight", "bias")[: 1 + dims.architecture.norm_biases]
     steps = {f"{norm}.{part}": VECTOR for norm in norms for part in parts}
-    if linear and dims.linear is not None:
+    if dims.layer_input:
+        steps |= {f"per_layer_{name}.weight": LINEAR for name in ("input_gate", "projection")}
+        steps["post_per_layer_input_norm.weight"] = VECTOR
+    if dims.alternatives:
+        steps |= _ALTERNATING
+    if dims.family == "gemma4":
+        steps["layer_scalar"] = VECTOR
+    if kind.attention == "linear" and dims.linear is not None:
         attention = _linear_attention(dims.linear, joined=dims.architecture.linear == "joined")
         steps |= {f"linear_attn.{name}": step for name, step in attention.items()}
     else:
-        attention = _attention(dims) if dims.latent is None else _latent(dims, dims.latent)
+        attention = _attention(dims, kind) if dims.latent is None else _latent(dims, dims.latent)
         steps |= {f"self_attn.{name}": step for name, step in attention.items()}
-    return steps | (_experts(dims) if sparse else _mlp(dims, dims.architecture.feed_forward))
+    if kind.sparse:
+        steps |= _experts(dims)
+    if not kind.sparse or dims.family == "gemma4":  # which has experts beside its MLP
+        steps |= _mlp(dims, dims.architecture.feed_forward)
+    return steps
 
 
 def _linear_attention(linear: LinearAttention, *, joined: bool) -> dict[str, TensorStep]:
@@ -62,10 +82,15 @@ def _linear_attention(linear: LinearAttention, *, joined: bool) -> dict[str, Ten
     return steps | {"in_proj_a.weight": rate, "in_proj_b.weight": rate}
 
 
-def _attention(dims: Dims) -> dict[str, TensorStep]:
+def _attention(dims: Dims, kind: LayerKind) -> dict[str, TensorStep]:
     h, k, d = dims.heads, dims.kv_heads, dims.head_dim
+    if full := kind.attention == "full":
+        k, d = dims.full_kv_heads, dims.full_head_dim
     steps, queries = {}, d * (1 + dims.architecture.gated_queries)
-    for x, n, width in (("q", h, queries), ("k", k, d), ("v", k, d)):
+    parts = [("q", h, queries)]
+    if not kind.reuses:
+        parts += [("k", k, d)] if full and dims.keys_are_values else [("k", k, d), ("v", k, d)]
+    for x, n, width in parts:
         if not dims.architecture.fused:
             steps[f"{x}_proj.weight"] = heads(n, width)
         if f"{x}_proj" in dims.biased:
@@ -74,21 +99,21 @@ def _attention(dims: Dims) -> dict[str, TensorStep]:
     if "o_proj" in dims.biased:
         steps["o_proj.bias"] = VECTOR
     if dims.head_norms:
-        for x, n in (("q", h), ("k", k)):
-            steps[f"{x}_norm.weight"] = _head_norm(dims, n)
+        for x, n in (("q", h),) if kind.reuses else (("q", h), ("k", k)):
+            steps[f"{x}_norm.weight"] = _head_norm(dims, n, d)
     if dims.family == "gpt_oss":
         steps["sinks"] = VECTOR
     return steps
 
 
-def _head_norm(dims: Dims, n: int) -> TensorStep:
+def _head_norm(dims: Dims, n: int, d: int) -> TensorStep:
     match dims.architecture.head_norms:
         case "each":
-            return TensorStep("h d -> h d", (("h", n), ("d", dims.head_dim)))
+            return TensorStep("h d -> h d", (("h", n), ("d", d)))
         case "jointly":
-            return TensorStep("(h d) -> h d", (("h", n), ("d", dims.head_dim)))
+            return TensorStep("(h d) -> h d", (("h", n), ("d", d)))
     # All heads share it; one over all heads at once, as in OLMoE, has another size.
-    return TensorStep("d -> d", (("d", dims.head_dim),))
+    return TensorStep("d -> d", (("d", d),))
 
 
 def _latent(dims: Dims, latent: Latent) -> dict[str, TensorStep]:
@@ -115,9 +140,14 @@ def _mlp(dims: Dims, module: str) -> dict[str, TensorStep]:
 def _experts(dims: Dims) -> dict[str, TensorStep]:
     if dims.family == "gpt_oss":
         return {"mlp.router.weight": ROUTER, "mlp.router.bias": VECTOR}
-    mixtral, architecture = dims.family == "mixtral", dims.architecture
-    module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", GATED)
-    module = module if mixtral else architecture.feed_forward
+    if dims.family == "gemma4":
+        norms = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+        steps = {f"{name}.weight": VECTOR for name in (*norms, "pre_feedforward_layernorm_2")}
+        parts = {"proj.weight": ROUTER, "scale": VECTOR, "per_expert_scale": VECTOR}
+        return steps | {f"router.{part}": step for part, step in parts.items()}
+    architecture = dims.architecture
+    module = architecture.feed_forward
+    names = ("w1", "w3", "w2") if dims.family == "mixtral" else GATED
     router = "router" if architecture.experts == "stacked" else "gate"
     steps = {f"{module}.{router}.weight": ROUTER}
     if not dims.stacked_experts:
@@ -167,7 +197,8 @@ def stacked_experts(dims: Dims) -> tuple[FamilyLeaf, ...]:
     """Return the plain leaves of experts that are one tensor, with gate before up."""
     if not dims.stacked_experts:
         return ()
-    module = f"{dims.architecture.feed_forward}.experts"
+    module = "experts" if dims.family == "gemma4" else f"{dims.architecture.feed_forward}.experts"
+    target = module.replace("feed_forward", "mlp")
     if dims.architecture.experts == "stacked":  # kernels are `[in, out]`
         split, pattern, down = "x i (n r) -> n x i r", "n x i f -> x i (n f)", "x f o -> x f o"
     else:
@@ -176,11 +207,33 @@ def stacked_experts(dims: Dims) -> tuple[FamilyLeaf, ...]:
     step = TensorStep(pattern, sizes, projection=True, split=split)
     leaves = [
         FamilyLeaf(
-            f"mlp.experts.{name}.kernel",
+            f"{target}.{name}.kernel",
             f"{module}.gate_up_proj",
             dataclasses.replace(step, part=(i, i + 1, 2)),
         )
         for i, name in enumerate(("gate_proj", "up_proj"))
     ]
     step = TensorStep(down, sizes, projection=True)
-    return (*leaves, FamilyLeaf("mlp.experts.down_proj.kernel", f"{module}.down_proj", step))
+    return (*leaves, FamilyLeaf(f"{target}.down_proj.kernel", f"{module}.down_proj", step))
+
+
+def other_leaves(dims: Dims) -> tuple[FamilyLeaf, ...]:
+    """Return the plain leaves that belong to no layer, but embedding, last norm and head."""
+    leaves = []
+    if dims.architecture.norm_biases:
+        leaves.append(FamilyLeaf("norm.bias", "norm.bias", VECTOR))
+    if dims.layer_input:
+        name, sizes = "per_layer_model_projection", (("l", dims.layers), ("p", dims.layer_input))
+        table = TensorStep("v (l p) -> v l p", sizes)
+        leaves.append(
+            FamilyLeaf("embed_tokens_per_layer.embedding", "embed_tokens_per_layer.weight", table)
+        )
+        kernel = TensorStep("(l p) e -> e l p", sizes)
+        leaves.append(FamilyLeaf(f"{name}.kernel", f"{name}.weight", kernel))
+        name = "per_layer_projection_norm"
+        leaves.append(FamilyLeaf(f"{name}.scale", f"{name}.weight", VECTOR))
+    if dims.alternatives > 1:
+        for name in ("altup_projections", "altup_unembed_projections"):
+            sources = tuple(f"{name}.{i}.weight" for i in range(dims.alternatives - 1))
+            leaves.append(FamilyLeaf(f"{name}.kernel", sources, TensorStep("o i -> 1 i o")))
+    return tuple(leaves)

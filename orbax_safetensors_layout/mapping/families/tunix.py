@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .dims import Dims
+from .dims import Dims, LayerKind
 from .steps import VECTOR, FamilyLeaf, LayerGroup, Tree, renamed
 from .tensors import heads, layer_tensors
 
@@ -42,7 +42,7 @@ def _qwen(dims: Dims) -> tuple[FamilyLeaf, ...]:
     """Llama 3, Qwen 2 and Qwen 3. Only Qwen 2 has biases, which stay flat."""
     steps = {
         tensor: VECTOR if tensor.endswith(".bias") else step
-        for tensor, step in layer_tensors(dims, sparse=bool(dims.sparse)).items()
+        for tensor, step in layer_tensors(dims, LayerKind(bool(dims.sparse))).items()
         if dims.family == "qwen2" or not tensor.endswith(".bias")
     }
     return renamed(steps, (*_NAMES, *_QWEN_NAMES))
@@ -54,7 +54,7 @@ def _gemma(dims: Dims) -> tuple[FamilyLeaf, ...]:
     q, k, v = (f"self_attn.{x}_proj.weight" for x in "qkv")
     steps = {
         tensor: step
-        for tensor, step in layer_tensors(dims, sparse=False).items()
+        for tensor, step in layer_tensors(dims, LayerKind()).items()
         if tensor not in (q, k, v) and not tensor.endswith(".bias")
     }
     leaves = renamed(steps, (*_GEMMA_NAMES, ("post_attention_layernorm", after), *_NAMES))
