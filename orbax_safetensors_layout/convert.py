@@ -20,6 +20,7 @@ from orbax_safetensors_layout.catalog import (
     resolve_checkpoint,
 )
 from orbax_safetensors_layout.conversion import (
+    CheckpointReader,
     Conversion,
     FilesTarget,
     SafetensorsReader,
@@ -182,23 +183,10 @@ def convert(
         arrays = arrays_of(tree)
         if not jax.tree.leaves(tree):
             raise CheckpointNotFoundError("the source has no leaves to convert", file=ref.path)
-        inverts = False
-        if inverse is not None and mapping is None:
-            raise InvalidArgumentError(
-                "inverse says which side of a mapping the source is, and there is no mapping",
-                file=ref.path,
-                found=f"inverse={inverse!r}",
-            )
-        if dequantize is not None:
-            if mapping is not None or reader.kind != "hf":
-                raise InvalidArgumentError(
-                    "dequantize takes safetensors of Hugging Face, and no mapping", file=ref.path
-                )
-            mapping = dequantized(ref.path, dtype=dequantize)
+        mapping, inverts = _mapping(ref.path, reader.kind, kind, mapping, inverse, dequantize)
         if mapping is None:
             target_tree = plain_tree(tree)
         else:
-            inverts = kind == "hf" and reader.kind != "hf" if inverse is None else inverse
             target_tree = mapped_tree(tree, mapping, inverse=inverts)
         topology = _topology(mesh, spec, processes)
         if kind == "orbax" and config is not None:
@@ -225,10 +213,7 @@ def convert(
                 item=target_item,
             )
         else:
-            if config is not None:
-                sidecar_files = read_sidecar_files(config, required=True)
-            elif isinstance(reader, SafetensorsReader) and reader.kind == "hf":
-                sidecar_files = read_sidecar_files(reader.path, storage=reader.storage)
+            sidecar_files = _sidecar_files(reader, config)
             if dequantize is not None:
                 sidecar_files = plain_configurations(sidecar_files)
             identity = (reader.identity(), mapping_digest, inverts, subtree, options.dtype)
@@ -290,10 +275,46 @@ def _check_apart(source: str, target: str) -> None:
         )
 
 
+def _mapping(
+    path: str,
+    source_kind: str,
+    kind: Format,
+    mapping: LeafMapping | None,
+    inverse: bool | None,
+    dequantize: str | None,
+) -> tuple[LeafMapping | None, bool]:
+    """Return the mapping that makes the target's arrays, and whether it is inverted."""
+    if inverse is not None and mapping is None:
+        raise InvalidArgumentError(
+            "inverse says which side of a mapping the source is, and there is no mapping",
+            file=path,
+            found=f"inverse={inverse!r}",
+        )
+    if dequantize is not None:
+        if mapping is not None or source_kind != "hf":
+            raise InvalidArgumentError(
+                "dequantize takes safetensors of Hugging Face, and no mapping", file=path
+            )
+        mapping = dequantized(path, dtype=dequantize)
+    if inverse is None:
+        inverse = mapping is not None and kind == "hf" and source_kind != "hf"
+    return mapping, inverse
+
+
+def _sidecar_files(reader: CheckpointReader, config: PathLike | None) -> dict[str, bytes]:
+    if config is not None:
+        return read_sidecar_files(config, required=True)
+    if isinstance(reader, SafetensorsReader) and reader.kind == "hf":
+        return read_sidecar_files(reader.path, storage=reader.storage)
+    return {}
+
+
 def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> Topology | None:
     if mesh is None:
         if spec:
-            raise ValueError("Sharding rules need a mesh: give mesh={'fsdp': 16} or the like.")
+            raise InvalidArgumentError(
+                "Sharding rules need a mesh: give mesh={'fsdp': 16} or the like."
+            )
         return None if processes == 1 else Topology(MeshShape({"processes": processes}, processes))
     axes: Any = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     expected = "names and sizes of axes, as {'fsdp': 16}, or a mesh of JAX"

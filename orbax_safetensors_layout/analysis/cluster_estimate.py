@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from orbax_safetensors_layout.catalog import Catalog, find_quantization, resolve_checkpoint
+from orbax_safetensors_layout.errors import InvalidArgumentError
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import (
@@ -115,7 +116,9 @@ def estimate(
     ref = resolve_checkpoint(path)
     if ref.is_orbax:
         if mapping is not None or abstract is not None:
-            raise ValueError("what Orbax saved is planned as it is, without a mapping or a tree")
+            raise InvalidArgumentError(
+                "what Orbax saved is planned as it is, without a mapping or a tree"
+            )
         from .chunk_estimate import plan_orbax
 
         place, kind, profile = ref.path, "local", options.profile("local")
@@ -152,7 +155,9 @@ def estimate(
 def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstimate:
     """Estimates the cost of saving the tensors of a load again, from where they then are."""
     if load.cluster is None:
-        raise ValueError("a save is planned for whole tensors, without a mapping or abstract tree")
+        raise InvalidArgumentError(
+            "a save is planned for whole tensors, without a mapping or abstract tree"
+        )
     costs = plan_cluster_writes(load.cluster.leaves, load.mesh, options)
     return dataclasses.replace(
         load,

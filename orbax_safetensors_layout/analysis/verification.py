@@ -20,7 +20,11 @@ from orbax_safetensors_layout.catalog import (
     read_manifest,
     resolve_checkpoint,
 )
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    SafetensorsLayoutError,
+)
 from orbax_safetensors_layout.format import (
     DTYPES,
     MANIFEST,
@@ -92,7 +96,9 @@ def verify(
     """
     options = given_or_default(options, ReadOptions)
     if against is None and not (mapping is None and subtree is None):
-        raise ValueError("mapping= and subtree= say what is compared: give against=, too.")
+        raise InvalidArgumentError(
+            "mapping= and subtree= say what is compared: give against=, too."
+        )
     ref = resolve_checkpoint(path)
     with progress_callback(options.progress) as progress:
         report = Report(ref.path, ())

@@ -12,8 +12,10 @@ from orbax_safetensors_layout.format import (
     DTYPES,
     Container,
     DType,
+    Manifest,
     NewTensor,
     Node,
+    StoredPieces,
     TensorLeaf,
     storage_dtype,
 )
@@ -94,38 +96,45 @@ def consolidate(
             metadata=manifest.metadata,
             digests=options.digests or verifying is not None,
         )
-        entries = catalog.all_entries()
-        packed = {  # tensors whose sub-byte elements are stored one a byte
-            name: dtype
-            for name, entry in entries.items()
-            if entry.dtype.one_a_byte
-            and (dtype := storage_dtype(entry.dtype.numpy, math.prod(entry.shape))).packed
-        }
-        shards = ProcessShards()
-        plan = plan_consolidation(
-            [
-                NewTensor(name, packed.get(name) or DTYPES[entry.dtype.code], entry.shape)
-                for name, entry in entries.items()
-            ],
-            manifest.pieces,
-            options=options,
-            process_index=shards.process_index,
-            process_count=shards.process_count,
-        )
-        tree = None if manifest.tree is None else _with_dtypes(manifest.tree, packed)
-        whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
-        pieces = catalog.storage, catalog.path
-        prepared = PreparedSave(
-            plan, HostValues([], ()), whole, options, pieces=pieces, verifying=verifying
-        )
+        prepared = _prepared(catalog, manifest, manifest.pieces, options, verifying)
+        sidecar_files = {}
         if target is None:  # the files beside the pieces stay
-            prepared.commit(path, group=group, overwrite=True, sidecar_files={})
-        else:
-            sidecar_files = {}
-            if group.is_leader:
-                storage = catalog.storage
-                sidecar_files = read_sidecar_files(catalog.path, storage=storage)
-            prepared.commit(target, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
+            target, overwrite = path, True
+        elif group.is_leader:
+            sidecar_files = read_sidecar_files(catalog.path, storage=catalog.storage)
+        prepared.commit(target, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
+
+
+def _prepared(
+    catalog: Catalog,
+    manifest: Manifest,
+    pieces: StoredPieces,
+    options: WriteOptions,
+    verifying: VerifyingReader | None,
+) -> PreparedSave:
+    """Plans this process's share of the files that the pieces become."""
+    entries = catalog.all_entries()
+    packed = {  # tensors whose sub-byte elements are stored one a byte
+        name: dtype
+        for name, entry in entries.items()
+        if entry.dtype.one_a_byte
+        and (dtype := storage_dtype(entry.dtype.numpy, math.prod(entry.shape))).packed
+    }
+    shards = ProcessShards()
+    plan = plan_consolidation(
+        [
+            NewTensor(name, packed.get(name) or DTYPES[entry.dtype.code], entry.shape)
+            for name, entry in entries.items()
+        ],
+        pieces,
+        options=options,
+        process_index=shards.process_index,
+        process_count=shards.process_count,
+    )
+    tree = None if manifest.tree is None else _with_dtypes(manifest.tree, packed)
+    whole = dataclasses.replace(manifest, layout="hf", tree=tree, pieces=None)
+    place = catalog.storage, catalog.path
+    return PreparedSave(plan, HostValues([], ()), whole, options, pieces=place, verifying=verifying)
 
 
 def _with_dtypes(node: Node, packed: dict[str, DType]) -> Node:

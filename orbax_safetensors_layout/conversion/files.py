@@ -21,7 +21,7 @@ from orbax_safetensors_layout.format import (
     RangeChecksums,
     ranges_by_file,
 )
-from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
+from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan import plan_all_writes
 from orbax_safetensors_layout.reading import file_crc32
@@ -32,7 +32,12 @@ from orbax_safetensors_layout.storage import (
     flush_folder,
     storage_errors,
 )
-from orbax_safetensors_layout.writing import PreparedTree, with_digests, write_small_files
+from orbax_safetensors_layout.writing import (
+    PreparedTree,
+    stored_bytes,
+    with_digests,
+    write_small_files,
+)
 
 from .checkpoint_reader import CheckpointReader
 from .target import FINISHED, LeafRegion, TargetArray
@@ -125,10 +130,8 @@ class FilesTarget:
     def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         for region, value in zip(regions, values, strict=True):
             dtype = self._dtypes[region.leaf.name]
-            stored = value.astype(dtype.numpy) if _is_narrow(value.dtype) else value
-            data = stored.reshape(-1).view(np.uint8)
-            if dtype.packed:
-                data = pack_bits(data, dtype.bits)
+            stored = value.astype(dtype.numpy) if value.dtype.name in NARROW_INTEGERS else value
+            data = stored_bytes(stored, dtype)
             for name, start in self._places[region.leaf.name, region.box]:
                 self._file(name).write_at(start, [data])
                 if self.written is not None:
@@ -179,8 +182,3 @@ def _values_dtype(values: np.dtype, stored: DType) -> np.dtype:
     if one_a_byte is not None and one_a_byte.code == stored.code:
         return values
     return stored.numpy
-
-
-@functools.lru_cache
-def _is_narrow(dtype: np.dtype) -> bool:
-    return dtype.name in NARROW_INTEGERS

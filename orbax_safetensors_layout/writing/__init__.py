@@ -9,5 +9,6 @@ from .commit import (
 )
 from .folder import CheckpointFolder, with_digests, write_small_files
 from .host import HostValues
+from .parts import stored_bytes
 from .prepare_tree import PreparedTree
 from .write import write_parts

@@ -10,7 +10,7 @@ import numpy as np
 
 from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.format import TensorEntry
-from orbax_safetensors_layout.geometry import Box, pack_bits, row_blocks
+from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.mapping import AffinePiece, Piece, apply_view, assemble_box
 from orbax_safetensors_layout.options import KIB, MIB, Progress, ReadOptions
 from orbax_safetensors_layout.plan import (
@@ -27,6 +27,7 @@ from orbax_safetensors_layout.storage import RangeReader
 
 from .folder import CheckpointFolder, OpenFile
 from .host import HostValues
+from .parts import stored_bytes
 
 _BLOCKS_IN_FLIGHT = 8
 _BLOCKS_PLANNED = 2048  # at once: each may be of a thousand pieces
@@ -113,10 +114,7 @@ def _blocks(
 
 
 def _write(folder: CheckpointFolder, block: _TensorRows, values: np.ndarray) -> None:
-    data = values.reshape(-1).view(np.uint8)
-    if block.entry.dtype.packed:
-        data = pack_bits(data, block.entry.dtype.bits)
-    block.file.write_at(block.start, [data])
+    block.file.write_at(block.start, [stored_bytes(values, block.entry.dtype)])
     folder.written(block.file)
 
 
@@ -147,8 +145,7 @@ def write_mapped(
         dtype = entry.dtype.numpy
         with explained(f"while saving {entry.name!r} to {file.plan.name}", entry.name):
             assemble_box(pieces, box, dtype, read, out=memory.view(dtype).reshape(box.shape))
-        data = pack_bits(memory, entry.dtype.bits) if entry.dtype.packed else memory
-        file.write_at(entry.start, [data])
+        file.write_at(entry.start, [stored_bytes(memory, entry.dtype)])
         folder.written(file)
         report.add(entry.nbytes, entry.name)
         folder.budget.release(memory.nbytes)

@@ -125,6 +125,12 @@ class PartBytes:
         return out
 
 
+def stored_bytes(values: np.ndarray, dtype: DType) -> Bytes:
+    """Return the bytes in a file of contiguous values, which have its dtype but for packing."""
+    data = values.reshape(-1).view(np.uint8)
+    return pack_bits(data, dtype.bits) if dtype.packed else data
+
+
 def _members_in_order(part: FilePart) -> bool:
     """Whether the file's bytes are the members' bytes, one member after the other."""
     tile = part.tile

@@ -77,7 +77,7 @@ class PreparedTree(NamedTuple):
         if mapping is not None:
             check_mapping(mapping)
             if any(dtype is not None for dtype in dtypes or ()):
-                raise ValueError(
+                raise InvalidArgumentError(
                     "A save through a mapping has no dtypes of single leaves: leave out save_args,"
                     " and give WriteOptions.dtype, or a mapping that casts."
                 )
@@ -98,7 +98,7 @@ class PreparedTree(NamedTuple):
         if mapping is None:
             return plan_writes(self.leaves, options=options, **processes), None
         if options.layout != "hf":
-            raise ValueError(
+            raise InvalidArgumentError(
                 "A save through a mapping has layout 'hf': leave out WriteOptions.layout."
             )
         values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
