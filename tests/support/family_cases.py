@@ -15,15 +15,19 @@ FAMILY |= {
     "qwen2_moe_unbiased": "qwen2_moe",
     "qwen3_next_mixed": "qwen3_next",
     "gemma4_moe": "gemma4",
+    "gemma4_unshared": "gemma4",
 }
 ONLY_PLAIN = (
     *("glm4_moe", "olmo2", "phi3", "granite", "starcoder2", "cohere", "cohere2", "llama4"),
-    *("qwen2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3n", "gemma4"),
+    *("qwen2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3n"),
 )
-NOT_IN_MAXTEXT = ("llama_biased", "qwen3_moe_mixed")
+NOT_IN_MAXTEXT = (
+    *("llama_biased", "qwen3_moe_mixed"),
+    *("gemma4", "gemma4_moe", "gemma4_unshared"),
+)
 NOT_IN_TUNIX = (
     *("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral"),
-    *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "gpt_oss", "olmo3"),
+    *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "gpt_oss", "olmo3", "gemma4"),
 )
 
 CASES = [

@@ -131,12 +131,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"use_double_wide_mlp": True}
         | {"layer_types": [f"{kind}_attention" for kind in ("sliding", "full") * 5]},
     ),
+    "gemma4_unshared": (
+        "Gemma4",
+        {"num_hidden_layers": 6, "head_dim": 16, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 96, "global_head_dim": 24, "sliding_window": 6}
+        | {"final_logit_softcapping": 30.0},
+    ),
     "gemma4_moe": (
         "Gemma4",
         {"num_hidden_layers": 6, "head_dim": 16, "hidden_size_per_layer_input": 0}
         | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
         | {"moe_intermediate_size": 24, "attention_k_eq_v": True}
-        | {"num_global_key_value_heads": 1, "global_head_dim": 24},
+        | {"num_global_key_value_heads": 1, "global_head_dim": 24, "sliding_window": 6}
+        | {"final_logit_softcapping": 30.0},
     ),
     "qwen3_5_moe": ("Qwen3_5Moe", SHARED | HYBRID),
 }

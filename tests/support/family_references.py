@@ -437,8 +437,49 @@ def _maxtext_layers(family, config, layers, scan, axis):
     return stacked("decoder.layers.", layers, axis)
 
 
+def tunix_gemma4(x):
+    """One layer, as `gemma4/params_safetensors.py` turns it over."""
+    kernels = attention_kernels(x)
+    leaves = {"attn.attn_vec_einsum.w": kernels.pop("o")}
+    ndh = {name: array.transpose(1, 0, 2) for name, array in kernels.items()}
+    leaves["attn.q_einsum.w"] = ndh["q"]
+    if "v" in ndh:
+        leaves["attn.kv_einsum.w"] = np.stack([ndh["k"], ndh["v"]])
+    else:
+        leaves["attn.k_einsum.w"] = ndh["k"]
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        leaves[f"mlp.{name}.kernel"] = x.linear(f"mlp.{name}")
+    norms = {
+        "input_layernorm": "pre_attention_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "pre_ffw_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "post_feedforward_layernorm_1": "dense_post_ffw_norm",
+        "post_feedforward_layernorm_2": "moe_post_ffw_norm",
+        "pre_feedforward_layernorm_2": "moe_pre_ffw_norm",
+        "self_attn.q_norm": "attn._query_norm",
+        "self_attn.k_norm": "attn._key_norm",
+        "post_per_layer_input_norm": "post_per_layer_input_norm",
+    }
+    leaves |= {f"{b}.scale": x(f"{a}.weight") for a, b in norms.items() if f"{a}.weight" in x}
+    for name in ("per_layer_input_gate", "per_layer_projection"):
+        if f"{name}.weight" in x:
+            leaves[f"{name}.w"] = x.linear(name)
+    leaves["skip_scale"] = x("layer_scalar")
+    if "router.scale" in x:
+        fused = x("experts.gate_up_proj")
+        leaves["moe.router_logits"] = x.linear("router.proj")
+        leaves["moe.router_scale"] = x("router.scale")
+        leaves["moe.per_expert_scale"] = x("router.per_expert_scale")
+        leaves["moe.gating_einsum"] = fused.reshape(len(fused), 2, -1, fused.shape[2])
+        leaves["moe.linear"] = x("experts.down_proj").transpose(0, 2, 1)
+    return leaves
+
+
 def tunix_layer(family, x):
     """One layer of the checkpoint as the loaders of google-tunix 0.1.7 turn it over."""
+    if family == "gemma4":
+        return tunix_gemma4(x)
     gemma, kernels = family in ("gemma2", "gemma3"), attention_kernels(x)
     mlp = {f"mlp.{n}.kernel": x.linear(f"mlp.{n}") for n in ("gate_proj", "up_proj", "down_proj")
            if f"mlp.{n}.weight" in x}  # fmt: skip
@@ -476,13 +517,21 @@ def tunix_layer(family, x):
 
 def tunix(family, config, tensors, scan):
     assert not scan
-    norm = "final_norm.scale" if family in ("gemma2", "gemma3") else "final_norm.w"
+    norm = "final_norm.scale" if family.startswith("gemma") else "final_norm.w"
     leaves = {
         "embedder.input_embedding": tensors["model.embed_tokens.weight"],
         norm: tensors["model.norm.weight"],
     }
     if "lm_head.weight" in tensors:
         leaves["lm_head.w"] = tensors["lm_head.weight"].T
+    if "model.embed_tokens_per_layer.weight" in tensors:
+        n, before = config["num_hidden_layers"], "embedder.per_layer_"
+        table = tensors["model.embed_tokens_per_layer.weight"]
+        leaves[f"{before}input_embedding"] = table.reshape(len(table), n, -1)
+        kernel = tensors["model.per_layer_model_projection.weight"].T
+        leaves[f"{before}model_projection.w"] = kernel.reshape(len(kernel), n, -1)
+        norm = tensors["model.per_layer_projection_norm.weight"]
+        leaves[f"{before}projection_norm.scale"] = norm
     for i in range(config["num_hidden_layers"]):
         layer = tunix_layer(family, Layer(tensors, i, config))
         leaves |= {f"layers.{i}.{name}": array for name, array in layer.items()}

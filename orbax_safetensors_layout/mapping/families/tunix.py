@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from .dims import Dims, LayerKind
-from .steps import VECTOR, FamilyLeaf, LayerGroup, Tree, renamed
-from .tensors import heads, layer_tensors
+from orbax_safetensors_layout.errors import MappingError
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3")
+from .dims import Dims, LayerKind
+from .steps import VECTOR, FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
+from .tensors import heads, layer_tensors, other_leaves
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma4")
 
 _NAMES = (
     (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),
@@ -14,6 +16,7 @@ _NAMES = (
     (r"(mlp\..*)\.weight", r"\1.kernel"),
     ("self_attn", "attn"),
 )
+_QUERIES, _KEYS_AND_VALUES = "(h d) e -> h e d", "(h d) e -> 1 h e d"
 _QWEN_NAMES = ((r"_proj\.bias", "_bias"), ("weight", "w"))
 _GEMMA_NAMES = (
     (r"self_attn\.o_proj\.weight", "attn.attn_vec_einsum.w"),
@@ -26,8 +29,22 @@ _GEMMA_NAMES = (
 )
 
 
+_GEMMA4_NAMES = (
+    ("post_feedforward_layernorm_2", "moe_post_ffw_norm"),
+    ("post_feedforward_layernorm_1", "dense_post_ffw_norm"),
+    ("pre_feedforward_layernorm_2", "moe_pre_ffw_norm"),
+    (r"^router\.proj\.weight", "moe.router_logits"),
+    (r"^router\.scale", "moe.router_scale"),
+    (r"^router\.", "moe."),
+    ("layer_scalar", "skip_scale"),
+    (r"^(per_layer_\w+)\.weight", r"\1.w"),
+)
+
+
 def tree(dims: Dims) -> Tree:
     """Return the leaves of a model; refuses one that Tunix does not have."""
+    if dims.family == "gemma4":
+        return _gemma4(dims)
     dims.check_uniform("Tunix")
     if dims.family == "gemma3":  # `GEMMA3_ATTENTION_PATTERN`; of Gemma 2 `ModelConfig` says it
         dims.check_cycle("Tunix", 6, rest=True)
@@ -58,8 +75,53 @@ def _gemma(dims: Dims) -> tuple[FamilyLeaf, ...]:
         if tensor not in (q, k, v) and not tensor.endswith(".bias")
     }
     leaves = renamed(steps, (*_GEMMA_NAMES, ("post_attention_layernorm", after), *_NAMES))
-    step = heads(dims.kv_heads, dims.head_dim, "(h d) e -> 1 h e d")
+    step = heads(dims.kv_heads, dims.head_dim, _KEYS_AND_VALUES)
     if dims.heads == dims.kv_heads:  # `use_qkv_einsum`
         return (*leaves, FamilyLeaf("attn.qkv_einsum.w", (q, k, v), step))
-    queries = FamilyLeaf("attn.q_einsum.w", q, heads(dims.heads, dims.head_dim, "(h d) e -> h e d"))
+    queries = FamilyLeaf("attn.q_einsum.w", q, heads(dims.heads, dims.head_dim, _QUERIES))
     return (*leaves, queries, FamilyLeaf("attn.kv_einsum.w", (k, v), step))
+
+
+def _gemma4(dims: Dims) -> Tree:
+    """Local and global layers have heads of their own; queries are never joined to keys."""
+    if any(kind.reuses for kind in dims.kinds):
+        raise MappingError(
+            "Tunix's gemma4 has keys and values also in layers that take those of others",
+            found=f"{sum(kind.reuses for kind in dims.kinds)} such layers, num_kv_shared_layers",
+            hint="Their values are not used; write an osl.Mapping that fills them.",
+        )
+    groups = [
+        LayerGroup("", "layers.{n}.", (i,), _gemma4_layer(dims, kind))
+        for i, kind in enumerate(dims.kinds)
+    ]
+    names = (("embed_tokens_per_layer.embedding", "per_layer_input_embedding"), ("kernel", "w"))
+    others = []
+    for leaf in other_leaves(dims):
+        target = leaf.target
+        for name, replacement in names:
+            target = target.replace(name, replacement)
+        others.append(FamilyLeaf(f"embedder.{target}", leaf.source, leaf.step))
+    head, norm = "lm_head.w", "final_norm.scale"
+    return Tree("embedder.input_embedding", head, norm, tuple(groups), others=tuple(others))
+
+
+def _gemma4_layer(dims: Dims, kind: LayerKind) -> tuple[FamilyLeaf, ...]:
+    q, k, v = (f"self_attn.{x}_proj.weight" for x in "qkv")
+    steps = layer_tensors(dims, kind)
+    own = {tensor: step for tensor, step in steps.items() if tensor not in (q, k, v)}
+    after = ("post_attention_layernorm", "post_attention_norm")
+    leaves = renamed(own, (*_GEMMA4_NAMES, *_GEMMA_NAMES, after, *_NAMES))
+    full = kind.attention == "full"
+    n, d = (dims.full_kv_heads, dims.full_head_dim) if full else (dims.kv_heads, dims.head_dim)
+    leaves += (FamilyLeaf("attn.q_einsum.w", q, heads(dims.heads, d, _QUERIES)),)
+    if v in steps:
+        leaves += (FamilyLeaf("attn.kv_einsum.w", (k, v), heads(n, d, _KEYS_AND_VALUES)),)
+    else:
+        leaves += (FamilyLeaf("attn.k_einsum.w", k, heads(n, d, _QUERIES)),)
+    if kind.sparse:
+        sizes = (("x", dims.experts), ("f", dims.fused_width))
+        gating = TensorStep("x (n f) e -> x n f e", (*sizes, ("n", 2)), projection=True)
+        down = TensorStep("x e f -> x f e", sizes, projection=True)
+        leaves += (FamilyLeaf("moe.gating_einsum", "experts.gate_up_proj", gating),)
+        leaves += (FamilyLeaf("moe.linear", "experts.down_proj", down),)
+    return leaves
