@@ -164,6 +164,9 @@ class Progress(NamedTuple):
     tensor: str  # the one that was finished last
 
 
+OnProgress = Callable[[Progress], None] | None
+
+
 def require(is_valid: object, name: str, expected: str, value: object) -> None:
     """Refuses the value of an option or argument that is not valid."""
     if not is_valid:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -17,8 +17,8 @@ from orbax_safetensors_layout.format import MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import (
     ConvertOptions,
+    OnProgress,
     PathLike,
-    Progress,
     WriteOptions,
     given_or_default,
 )
@@ -243,9 +243,7 @@ class PreparedSave:
         jax.monitoring.record_scalar("/jax/orbax/write/safetensors/bytes_written", float(nbytes))
         logging.vlog(1, "Saved safetensors: %d bytes", nbytes)
 
-    def _assemble(
-        self, folder: CheckpointFolder, plan: WritePlan, progress: Callable[[Progress], None] | None
-    ) -> None:
+    def _assemble(self, folder: CheckpointFolder, plan: WritePlan, progress: OnProgress) -> None:
         """Writes this process's files from the pieces of all processes."""
         assert plan.stored is not None
         pieces = Catalog.of_pieces(*self.pieces or (folder.storage, folder.path), plan.stored)

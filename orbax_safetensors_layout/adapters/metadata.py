@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
@@ -27,13 +26,11 @@ from orbax_safetensors_layout.format import (
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.plan import array_sources
-from orbax_safetensors_layout.pytree import HostLeaf, decode_treedef, prng
+from orbax_safetensors_layout.pytree import HostLeaf, abstract_array, decode_treedef, prng
 from orbax_safetensors_layout.sharding import decode_sharding
 
 from . import _orbax
 from .item import check_remains
-
-_struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
 class HostArrayMetadata(ocp.metadata.ArrayMetadata):
@@ -177,4 +174,4 @@ def _describe_v1(_: str, leaf: Any) -> Any:
         return type(leaf)
     if leaf.on_host:
         return HostLeaf(leaf.shape, leaf.dtype)
-    return _struct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return abstract_array(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -17,11 +17,16 @@ from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutErro
 from orbax_safetensors_layout.load import load
 from orbax_safetensors_layout.mapping import Expr, Mapping, rule, tensor
 from orbax_safetensors_layout.options import ReadOptions
-from orbax_safetensors_layout.pytree import HostLeaf, SavedLeaf, dotted_name, prng, unboxed_name
+from orbax_safetensors_layout.pytree import (
+    HostLeaf,
+    SavedLeaf,
+    abstract_array,
+    dotted_name,
+    prng,
+    unboxed_name,
+)
 
 from .metadata import CheckpointMetadata, HostArrayMetadata, StoredArray
-
-_struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
 def leaf_dtypes(args: Any) -> Sequence[Any] | None:
@@ -94,7 +99,7 @@ def _restore_args(item: Any, saved: Any) -> Any:
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
         if getattr(leaf, "sharding", ...) is None:
             sharding = getattr(_described(saved_leaves.get(dotted_name(path))), "sharding", None)
-            leaf = _struct(leaf.shape, leaf.dtype, sharding=sharding)
+            leaf = abstract_array(leaf.shape, leaf.dtype, sharding=sharding)
         return ocp.checkpoint_utils.construct_restore_args(leaf)
 
     return tree_map_with_path(leaf_args, item)
@@ -121,7 +126,7 @@ def _described(leaf: Any) -> Any:
             sharding = sharding.to_jax_sharding()
         except ValueError:  # over devices that this program does not have
             sharding = None
-    return _struct(leaf.shape, leaf.dtype, sharding=sharding)
+    return abstract_array(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _override(item: Any, overrides: Any, *, partial: bool) -> Any:
@@ -190,7 +195,7 @@ def _place(leaf: Any, fallback: Sharding | None, layouts: bool) -> Any:
     if layouts and isinstance(leaf, jax.Array):
         array: Any = leaf
         placement = array.sharding if prng.is_key(array) else array.format
-        leaf = _struct(array.shape, array.dtype, sharding=placement)
+        leaf = abstract_array(array.shape, array.dtype, sharding=placement)
     if leaf.dtype != np.uint32:
         return leaf
     keeps_layout = not isinstance(leaf, jax.Array) and hasattr(leaf, "format")

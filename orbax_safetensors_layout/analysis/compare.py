@@ -25,10 +25,10 @@ from orbax_safetensors_layout.conversion import (
 from orbax_safetensors_layout.errors import MappingError, StorageError, listed
 from orbax_safetensors_layout.geometry import Box, chunk_parts
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
-from orbax_safetensors_layout.options import MIB, Progress, ReadOptions
+from orbax_safetensors_layout.options import MIB, OnProgress, Progress, ReadOptions
 from orbax_safetensors_layout.runtime import batches
 
-from .report import Finding, OnProgress, Report
+from .report import Finding, Report
 
 _BLOCK_BYTES = 32 * MIB
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from orbax_safetensors_layout.errors import group_lines, pattern_of
-from orbax_safetensors_layout.options import Progress
 from orbax_safetensors_layout.runtime import number_text
-
-OnProgress = Callable[[Progress], None] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,7 +25,13 @@ from orbax_safetensors_layout.plan import (
     ReadPlan,
     array_sources,
 )
-from orbax_safetensors_layout.pytree import AbstractTree, dotted_name, prng, unboxed_name
+from orbax_safetensors_layout.pytree import (
+    AbstractTree,
+    abstract_array,
+    dotted_name,
+    prng,
+    unboxed_name,
+)
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.sharding import (
     MeshShape,
@@ -39,8 +45,6 @@ from orbax_safetensors_layout.sharding import (
 
 _LEAST_PROCESSES = 4
 _MOST_LEAVES = 1 << 18  # of all processes that are planned: a second for each 10,000
-
-_struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
 class _Leaf(NamedTuple):
@@ -69,7 +73,7 @@ def plan_tree(
     """Plans the shares of some processes; `rules` shard leaves without a sharding."""
     if abstract is None:
         abstract = {
-            name: _struct(tensor.shape, tensor.dtype)
+            name: abstract_array(tensor.shape, tensor.dtype)
             for name, tensor in array_sources(catalog, mapping).items()
         }
     leaves, tree = _placed(abstract, ShardingRules(rules, mesh), mesh)
@@ -139,7 +143,7 @@ def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[
         else:
             placed = rules.place(name, tuple(shape))
             spec = placed.spec
-        structs.append(_struct(shape, leaf.dtype, sharding=shared(spec)))
+        structs.append(abstract_array(shape, leaf.dtype, sharding=shared(spec)))
         data = prng.data(leaf) if prng.is_key(leaf) else leaf
         leaves.append(_Leaf(name, tuple(data.shape), np.dtype(data.dtype), spec, placed))
     return leaves, jax.tree.unflatten(treedef, structs)

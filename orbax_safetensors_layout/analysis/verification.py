@@ -38,13 +38,13 @@ from orbax_safetensors_layout.format import (
     leaves,
     piece_name,
 )
-from orbax_safetensors_layout.options import PathLike, ReadOptions, given_or_default
+from orbax_safetensors_layout.options import OnProgress, PathLike, ReadOptions, given_or_default
 from orbax_safetensors_layout.pytree import prng
 from orbax_safetensors_layout.reading import check_booleans, file_blocks, file_crc32, read_digests
 from orbax_safetensors_layout.runtime import ProgressReport, progress_callback
 from orbax_safetensors_layout.storage import Storage, join, open_storage
 
-from .report import Finding, OnProgress, Report
+from .report import Finding, Report
 
 _MOST_FINDINGS = 10_000  # of one kind; a header of 100 MB can have two million malformed entries
 

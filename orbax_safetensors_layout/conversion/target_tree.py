@@ -18,13 +18,11 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec, check_mapping
-from orbax_safetensors_layout.pytree import nested_dicts, prng
+from orbax_safetensors_layout.pytree import abstract_array, nested_dicts, prng
 from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
 
 from .checkpoint_reader import SourceArray, arrays_of, values_of
 from .target import TargetArray
-
-_struct: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
 
 def plain_tree(tree: Any) -> Any:
@@ -135,9 +133,9 @@ def stand_ins(tree: Any, topology: Topology | None) -> Any:
         impl = leaf.key_impl
         if impl is not None:
             keys = prng.keys_of(leaf.shape, leaf.dtype, impl, file=None, tensor=leaf.name)
-            return _struct(keys.shape, keys.dtype, sharding=sharding)
+            return abstract_array(keys.shape, keys.dtype, sharding=sharding)
         if sharding is not None or leaf.kind == "jax":
-            return _struct(leaf.shape, leaf.dtype, sharding=sharding)
+            return abstract_array(leaf.shape, leaf.dtype, sharding=sharding)
         return zeros(leaf.shape, leaf.dtype)
 
     structs = jax.tree.map(stand_in, tree)

@@ -6,6 +6,7 @@ from .abstract import (
     AbstractTree,
     HostLeaf,
     SavedLeaf,
+    abstract_array,
     abstract_dicts,
     in_host_memory,
     leaf_shapes,

@@ -18,6 +18,8 @@ from orbax_safetensors_layout.sharding import Placement, is_abstract
 from . import prng
 from .keys import dotted_name, nested_dicts, unboxed_name
 
+abstract_array: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
+
 _SCALARS = (bool, int, float, str)
 
 

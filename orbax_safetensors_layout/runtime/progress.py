@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from orbax_safetensors_layout.options import Progress
+from orbax_safetensors_layout.options import OnProgress, Progress
 
 from .text import seconds_text, size_text
 
@@ -21,7 +21,7 @@ _LINE_SECONDS = 10.0
 @contextlib.contextmanager
 def progress_callback(
     progress: bool | Callable[[Progress], None], label: str = ""
-) -> Iterator[Callable[[Progress], None] | None]:
+) -> Iterator[OnProgress]:
     """Yields the function to call after each tensor.
 
     For True one that draws a bar where stderr is a terminal and tqdm is installed, else lines.
@@ -91,7 +91,7 @@ class ProgressLines:
 class ProgressReport:
     """Counts bytes that are done, from any thread, and calls `progress` after each addition."""
 
-    def __init__(self, progress: Callable[[Progress], None] | None, total_bytes: int) -> None:
+    def __init__(self, progress: OnProgress, total_bytes: int) -> None:
         self._progress = progress
         self._total_bytes = total_bytes
         self._done_bytes = 0

@@ -12,7 +12,7 @@ from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.mapping import AffinePiece, Piece, apply_view, assemble_box
-from orbax_safetensors_layout.options import KIB, MIB, Progress, ReadOptions
+from orbax_safetensors_layout.options import KIB, MIB, OnProgress, ReadOptions
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
     ArraySource,
@@ -53,7 +53,7 @@ def assemble_files(
     plan: WritePlan,
     storage: RangeReader,
     sources: Mapping[str, ArraySource],
-    progress: Callable[[Progress], None] | None,
+    progress: OnProgress,
 ) -> None:
     """Completes the files that this process owns, of tensors in pieces or made of such arrays."""
     budget = folder.budget.most_bytes
@@ -122,7 +122,7 @@ def write_mapped(
     folder: CheckpointFolder,
     mapped: MappedTensors,
     values: HostValues,
-    progress: Callable[[Progress], None] | None,
+    progress: OnProgress,
 ) -> None:
     """Completes all files with tensors that a mapping makes of leaves, all of which are here.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.errors import explained
-from orbax_safetensors_layout.options import MIB, Progress
+from orbax_safetensors_layout.options import MIB, OnProgress
 from orbax_safetensors_layout.plan import FileWrite, WritePlan
 from orbax_safetensors_layout.runtime import Bytes, ProgressReport, align, allocate
 from orbax_safetensors_layout.storage import ByteBuffer
@@ -30,7 +30,7 @@ def write_parts(
     folder: CheckpointFolder,
     plan: WritePlan,
     values: HostValues,
-    progress: Callable[[Progress], None] | None,
+    progress: OnProgress,
 ) -> None:
     """Writes the parts that this process's shards have; files that need no more are completed."""
     if plan.pieces is not None and plan.pieces.is_temporary:
@@ -52,7 +52,7 @@ class _PartWriter:
         folder: CheckpointFolder,
         plan: WritePlan,
         values: HostValues,
-        progress: Callable[[Progress], None] | None,
+        progress: OnProgress,
     ) -> None:
         self._folder = folder
         self._pool = folder.pool
