@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn, Protocol, Self, TypeAlias
@@ -36,12 +37,15 @@ class Notes(Protocol):
 class FileWriter(Protocol):
     """A new file of known size that appears under its name only when it is complete."""
 
+    @abc.abstractmethod
     def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         """Writes `buffers` from byte `offset` on; calls of all threads together tile the file."""
 
+    @abc.abstractmethod
     def finish(self) -> None:
         """Makes the file durable, if it was asked to be, and visible under its name."""
 
+    @abc.abstractmethod
     def abort(self) -> None:
         """Drops the file, as far as possible. Never raises; does nothing when finished."""
 
@@ -74,6 +78,7 @@ class RangeReader(Protocol):
 
     kind: str  # the storage class; its cost model is a row of `options.PROFILES`, or a local disk's
 
+    @abc.abstractmethod
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
     ) -> None:
@@ -83,6 +88,7 @@ class RangeReader(Protocol):
         it. A file that ends too soon is a `TruncatedFileError`; a `StorageError` names the range.
         """
 
+    @abc.abstractmethod
     def check_unchanged(self, file: str) -> None:
         """Raises an error if a file has changed since it was first opened."""
 
@@ -103,6 +109,7 @@ class Storage(RangeReader, Protocol):
     appends: bool = False  # files grow from the first byte to the last; bytes wait for their turn
     save_hint: str = "Save to a local folder, and upload that."
 
+    @abc.abstractmethod
     def size(self, file: str) -> int:
         """Return the size of `file` in bytes; `CheckpointNotFoundError` if it does not exist."""
 
@@ -113,9 +120,11 @@ class Storage(RangeReader, Protocol):
             return False
         return True
 
+    @abc.abstractmethod
     def folders(self, folder: str) -> list[str]:
         """Return the sorted names of folders directly in `folder`, if they can be listed."""
 
+    @abc.abstractmethod
     def list(self, folder: str) -> list[str]:
         """Return the sorted names of files directly in `folder`, which need not exist."""
 
@@ -123,6 +132,7 @@ class Storage(RangeReader, Protocol):
         """Return those of some names that are files in `folder`, well-known or not."""
         return set(names).intersection(self.list(folder))
 
+    @abc.abstractmethod
     def modified_seconds(self, file: str) -> float:
         """Return when `file` was last written, in seconds since the epoch."""
 
@@ -174,6 +184,7 @@ class Storage(RangeReader, Protocol):
         """Drops what a cache holds of a file whose bytes turned out wrong; whether it held any."""
         return False
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Closes all files and connections; the object may not be used afterwards."""
 
