@@ -120,7 +120,16 @@ def check_logits(model, folder, make_mapping):
     "name",
     [
         *("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"),
-        *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "deepseek_v2", "glm4_moe", "olmo2"),
+        *(
+            "mixtral",
+            "qwen3_moe",
+            "deepseek_v3",
+            "gpt_oss",
+            "deepseek_v2",
+            "deepseek_v32",
+            "glm4_moe",
+            "olmo2",
+        ),
         *("olmo3", "phi3", "granite", "starcoder2", "cohere", "cohere2"),
         *("gemma3n", "gemma4", "llama4", "qwen2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
     ],

@@ -18,7 +18,17 @@ FAMILY |= {
     "gemma4_unshared": "gemma4",
 }
 ONLY_PLAIN = (
-    *("glm4_moe", "olmo2", "phi3", "granite", "starcoder2", "cohere", "cohere2", "llama4"),
+    *(
+        "deepseek_v32",
+        "glm4_moe",
+        "olmo2",
+        "phi3",
+        "granite",
+        "starcoder2",
+        "cohere",
+        "cohere2",
+        "llama4",
+    ),
     *("qwen2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3n"),
 )
 NOT_IN_MAXTEXT = (

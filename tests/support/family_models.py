@@ -87,6 +87,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1}
         | {"n_routed_experts": 4, "q_lora_rank": None},
     ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**MOE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1, "head_dim": 4}
+        | {"n_routed_experts": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {**MOE, "n_routed_experts": 4, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},

@@ -71,6 +71,11 @@ def latent_kernels(x):
         "kv_b": x.linear("self_attn.kv_b_proj").reshape(c["kv_lora_rank"], h, kv_dim),
         "o": o.T.reshape(h, c["v_head_dim"], o.shape[0]),
     }
+    if "self_attn.indexer.wk.weight" in x:
+        query = x.linear("self_attn.indexer.wq_b")
+        leaves["indexer.wq_b"] = query.reshape(len(query), c["index_n_heads"], c["index_head_dim"])
+        for name in ("indexer.wk", "indexer.weights_proj"):
+            leaves[name] = x.linear(f"self_attn.{name}")
     if c["q_lora_rank"] is None:
         leaves["q"] = x.linear("self_attn.q_proj").reshape(c["hidden_size"], h, q_dim)
     else:
@@ -114,6 +119,7 @@ def plain_layer(family, x):
         "self_attn.k_norm",
         "self_attn.q_a_layernorm",
         "self_attn.kv_a_layernorm",
+        "self_attn.indexer.k_norm",
     ):
         if f"{name}.weight" in x:
             leaves[f"{name}.scale"] = x(f"{name}.weight")
@@ -123,7 +129,7 @@ def plain_layer(family, x):
         for name, heads in (("q", x.heads), ("k", x.kv)):
             leaf = f"self_attn.{name}_norm.scale"
             leaves[leaf] = leaves[leaf].reshape(heads, x.d)
-    if family in ("deepseek_v2", "deepseek_v3"):
+    if family in ("deepseek_v2", "deepseek_v3", "deepseek_v32"):
         names = {
             "q": "q_proj",
             "q_a": "q_a_proj",
@@ -133,7 +139,7 @@ def plain_layer(family, x):
             "o": "o_proj",
         }
         kernels = latent_kernels(x).items()
-        leaves |= {f"self_attn.{names[name]}.kernel": array for name, array in kernels}
+        leaves |= {f"self_attn.{names.get(name, name)}.kernel": array for name, array in kernels}
     elif "linear_attn.A_log" in x:
         leaves |= linear_attention(x)
     else:

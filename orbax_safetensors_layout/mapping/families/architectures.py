@@ -61,6 +61,7 @@ class Architecture:
         feed_forward: The module of the MLP or the experts.
         fused: Whether queries, keys and values are one tensor, and gate and up another.
         latent: Whether attention is DeepSeek's multi-head latent attention.
+        indexer: Whether an indexer chooses the tokens that are attended to.
         linear: Projections of the layers with linear attention, if there are such: those of the
             `joined` heads of queries, keys, values and gates, or `parted` ones.
         gated_queries: Whether the projection of queries has a gate beside each.
@@ -89,6 +90,7 @@ class Architecture:
     feed_forward: str = "mlp"
     fused: bool = False
     latent: bool = False
+    indexer: bool = False
     linear: Literal["joined", "parted"] | None = None
     gated_queries: bool = False
     routing_bias: bool = False
@@ -143,6 +145,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"first_k_dense_replace": 3, "n_routed_experts": 256, "q_lora_rank": 1536},
         biases=(),
         latent=True,
+        routing_bias=True,
+        shared_experts="shared_experts",
+        prediction="layers",
+    ),
+    "deepseek_v32": Architecture(
+        defaults={
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 256,
+            "q_lora_rank": 1536,
+            "index_n_heads": 64,
+            "index_head_dim": 128,
+        },
+        biases=(),
+        latent=True,
+        indexer=True,
         routing_bias=True,
         shared_experts="shared_experts",
         prediction="layers",

@@ -51,6 +51,8 @@ class Latent:
     query_dim: int  # rotated elements included
     key_value_dim: int  # of `kv_b_proj`: keys that are not rotated, and values
     value_dim: int
+    index_heads: int  # 0 without an indexer
+    index_dim: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -251,7 +253,9 @@ def _latent(read: Section) -> Latent:
     values = read.integer("v_head_dim")
     # `"q_lora_rank": null` says that there is none; the default counts only where it is left out.
     ranked = read.get("q_lora_rank") is not None and read.integer("q_lora_rank") > 0
-    return Latent(ranked, keys + rotated, keys + values, values)
+    indexer = ("index_n_heads", "index_head_dim")
+    sizes = map(read.integer, indexer) if ARCHITECTURES[read.model].indexer else (0, 0)
+    return Latent(ranked, keys + rotated, keys + values, values, *sizes)
 
 
 def _kinds(

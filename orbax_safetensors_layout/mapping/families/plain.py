@@ -21,7 +21,7 @@ _NAMES = (
     (r"\bw2\b", "down_proj"),
     (r"mlp\.gate\b", "mlp.router"),
     (r"norm(_\d)?\.weight", r"norm\1.scale"),
-    ("weight", "kernel"),
+    (r"\bweight\b", "kernel"),
 )
 
 

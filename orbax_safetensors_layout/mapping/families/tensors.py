@@ -125,6 +125,14 @@ def _latent(dims: Dims, latent: Latent) -> dict[str, TensorStep]:
     }
     if latent.query_rank:
         steps |= {"q_a_layernorm.weight": VECTOR, "q_a_proj.weight": LINEAR}
+    if latent.index_heads:
+        steps |= {
+            "indexer.wq_b.weight": heads(latent.index_heads, latent.index_dim),
+            "indexer.wk.weight": LINEAR,
+            "indexer.k_norm.weight": VECTOR,
+            "indexer.k_norm.bias": VECTOR,
+            "indexer.weights_proj.weight": ROUTER,
+        }
     queries = "q_b_proj.weight" if latent.query_rank else "q_proj.weight"
     return steps | {queries: heads(dims.heads, latent.query_dim)}
 
