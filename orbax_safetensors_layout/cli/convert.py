@@ -115,7 +115,8 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     if done.resumed_bytes:
         output.message(f"{size_text(done.resumed_bytes)} were there from an earlier run")
     compared = "not compared" if parsed.no_verify else "every bit compared"
-    output.message(f"{done.tensors:,} arrays, {size_text(done.nbytes)}, {compared}")
+    arrays = "1 array" if done.tensors == 1 else f"{done.tensors:,} arrays"
+    output.message(f"{arrays}, {size_text(done.nbytes)}, {compared}")
     output.result(done.path)
     return 0
 

@@ -41,10 +41,11 @@ class AffineView(NamedTuple):
     def box_in(self, shape: Sequence[int]) -> Box | None:
         """Return the region of a tensor that this is, in its order, unless it is none.
 
-        Dimensions of one index may be missing, or be more than the tensor's. Neither is empty.
+        Dimensions of one index may be missing, or be more than the tensor's; those of stride 0
+        repeat the region. Neither is empty.
         """
         axes = zip(self.shape, self.strides, strict=True)
-        lengths = [(n, stride) for n, stride in axes if n > 1]
+        lengths = [(n, stride) for n, stride in axes if n > 1 and stride]
         start, stop, offset = [], [], self.offset
         for size, stride in zip(shape, row_major_strides(shape), strict=True):
             index, offset = divmod(offset, stride)

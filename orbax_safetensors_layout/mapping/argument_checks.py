@@ -28,7 +28,10 @@ def integer(value: Any, what: str) -> int:
 def integers(items: Iterable[Any], what: str, most: int = _MOST_ITEMS) -> tuple[int, ...]:
     """Return integers that can be indices, `most` at most."""
     try:
-        indices = tuple(map(operator.index, several(items, what, most)))
+        given = several(items, what, most)
+        if any(isinstance(item, bool | np.bool_) for item in given):
+            raise TypeError("a truth value is no index")
+        indices = tuple(map(operator.index, given))
     except TypeError as error:
         raise MappingError(f"{what} takes integers", found=short_repr(items)) from error
     if indices and max(map(abs, indices)) > _INT64_MAX:

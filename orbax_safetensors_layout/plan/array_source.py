@@ -366,8 +366,8 @@ class MappedSource(NamedTuple):
         inputs = []
         for piece in affine_pieces(pieces):
             entry = self.tensors[piece.source]
-            if entry.dtype.packed and (part := piece.view.box_in(entry.shape)):
-                local = AddressableShards.private((part,))
+            if entry.dtype.packed:
+                local = AddressableShards.private((_packed_region(piece.view, entry.shape),))
                 inputs.append(LeafRead.plain(entry.name, entry, local, entry.dtype.numpy))
                 continue
             # The piece by itself: its region is an array that begins at index 0.
@@ -376,6 +376,14 @@ class MappedSource(NamedTuple):
             local = AddressableShards.private((region,))
             inputs.append(self._read(region.shape, [moved], local, entry.dtype.numpy))
         return ComposedBlock(block, pieces, tuple(inputs))
+
+
+def _packed_region(view: AffineView, shape: tuple[int, ...]) -> Box:
+    """Return the region that a view is, or the rows that hold all of it."""
+    low, high = view.bounds
+    row = math.prod(shape[1:])
+    rows = Box.whole(shape).along(0, low // row, -(-high // row)) if shape else Box.whole(shape)
+    return view.box_in(shape) or rows
 
 
 @functools.lru_cache(1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -97,7 +98,11 @@ class RegionPlanner:
         inner = [(n, abs(s)) for n, s in zip(*geometry[:2], strict=True)]
         reach = 1 + sum((n - 1) * s for n, s in inner if s < stride)
         gaps = np.diff(offsets) - reach * layout.itemsize
-        edges = [0, *(np.flatnonzero(gaps > self._profile.max_gap_bytes) + 1), len(offsets)]
+        # Slabs whose elements stand between those of others are read together within their steps.
+        step = min((s for n, s in inner if n > 1 and s > stride), default=sys.maxsize)
+        steps = (offsets - offsets[0]) // min(step * layout.itemsize, sys.maxsize)
+        is_edge = (gaps > self._profile.max_gap_bytes) | (np.diff(steps) > 0)
+        edges = [0, *(np.flatnonzero(is_edge) + 1), len(offsets)]
         start, at, read = self._overlap(slab, layout)
         for first, last in itertools.pairwise(edges):
             shift = int(offsets[first])

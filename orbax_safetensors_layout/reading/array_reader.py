@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import explained
-from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.geometry import AffineView, Box
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
     ValueOp,
     apply_ops,
+    apply_view,
     assemble_box,
     cast_into,
     in_chunks,
@@ -21,6 +23,7 @@ from orbax_safetensors_layout.options import StorageProfile
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
     ComposedBlock,
+    LeafRead,
     ReadPlan,
     RegionReads,
     plan_reads,
@@ -151,9 +154,10 @@ class _Materializer:
         in_order = iter(range(len(arrays)))
 
         def read(piece: AffinePiece) -> np.ndarray:
-            values = arrays.pop(next(in_order))
+            number = next(in_order)
+            values = arrays.pop(number)
             check_booleans([values], region.source.file, region.name)
-            return values.reshape(piece.view.shape)
+            return _of_view(values, block.inputs[number], piece.view)
 
         boxes = self._boxes.setdefault(number, {})
         places: list[tuple[Box, np.ndarray]] = []
@@ -176,6 +180,18 @@ class _Materializer:
             return None
         del self._boxes[number]
         return self._take(self._reads.equal[number], [*boxes], [*boxes.values()])
+
+
+def _of_view(values: np.ndarray, read: LeafRead, view: AffineView) -> np.ndarray:
+    """Return the elements of a view of a tensor, of which a region was read that holds them."""
+    if not read.stored.packed:
+        return values  # the view itself
+    box = read.local.boxes[0]
+    if view.box_in(read.shape) is None:  # the region is of whole rows
+        before = box.start[0] * math.prod(read.shape[1:])
+        return apply_view(values.reshape(-1), view._replace(offset=view.offset - before))
+    once = [n if stride else 1 for n, stride in zip(view.shape, view.strides, strict=True)]
+    return np.broadcast_to(values.reshape(once), view.shape)
 
 
 def _put(

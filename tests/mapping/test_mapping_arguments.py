@@ -41,7 +41,7 @@ WRONG = {
         *(lambda a=a: W.rearrange("(a b) c -> a b c", a=a) for a in ("x", 1.5, None, HUGE)),
     ],
     "slice": [lambda: W.slice(0, "a"), lambda: W.slice(None, 0), lambda: W.slice(0, 0, 1, None)],
-    "take": [lambda of=of: W.take(0, of) for of in (None, "ab", [1.5], 1, [HUGE])],
+    "take": [lambda of=of: W.take(0, of) for of in (None, "ab", [1.5], [True], 1, [HUGE])],
     "pad": [lambda: W.pad("0", 1, 1), lambda: W.pad(0, HUGE, 1), lambda: W.pad(0, None, 1)],
     "repeat": [lambda n=n: W.repeat(0, n) for n in ("2", None, 1.5, HUGE)],
     "scale": [lambda c=c: W.scale(c) for c in (HUGE, "2", None, 1j, np.ones(2), [1])],

@@ -90,6 +90,21 @@ def shardings(draw, shape):
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+@pytest.mark.parametrize("columns", [[2, 1, 1, 0, 0, 0, 0, 0], [0, 0, 2, 1], [1, 1, 1, 0]])
+def test_slabs_that_stand_between_one_another_s_elements(tmp_path, columns):
+    """Repeated columns, of which the other dimensions are then taken apart and in another order."""
+    tensor = np.arange(8 * 16 * 3).astype(np.uint8).reshape(8, 16, 3)
+    path = save(tmp_path / "m", {"a": tensor})
+    expr = osl.tensor("a").take(2, columns).transpose(2, 1, 0).reshape(-1, 2, 8, 8)
+    taken = tensor[:, :, columns].transpose(2, 1, 0).reshape(-1, 2, 8, 8).transpose(1, 0, 2, 3)
+    expr = expr.transpose(1, 0, 2, 3).reshape(2 * len(columns), 8, 8)
+    expected = np.ascontiguousarray(taken.reshape(2 * len(columns), 8, 8))
+    mapping = osl.Mapping([osl.rule("leaf", expr)])
+    for options in (osl.ReadOptions(), NO_GAPS, SMALL):
+        loaded = osl.load(path, mapping=mapping, options=options)
+        assert_same_bits(np.asarray(loaded["leaf"]), expected)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_what_numpy_takes_each_byte_once(data):

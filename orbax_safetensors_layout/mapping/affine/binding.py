@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.format import TensorEntry
-from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.runtime import text_table
 
 from ..expr.expression import Expr, given
 from ..expr.opaque_ops import is_opaque
 from ..matching import LeafShapes, Matches, Rule, RuleTarget, group_by_pattern, match_rules
 from ..names import WILDCARD, Pieces, TensorSpec, TensorSpecs, substitute
-from ..problems import Problem, Problems, mapping_error, within
+from ..problems import Problem, mapping_error, within
 from .bound import BoundExpr
-from .leaf_pieces import affine_pieces
 
 _HEAD = ("name", "shape", "dtype", "made of", "takes")
 
@@ -202,28 +200,13 @@ class Binder:
         likeness = (id(expr), *known, *map(names.index, names), *packed)
         model = self._models.get(likeness)
         if model is None:
-            bound = self._checked(expr.bind(target.captures, self.specs))
+            bound = expr.bind(target.captures, self.specs)
             if len(known) < len(names) or not expr.is_generic:
                 return bound
             model = self._models[likeness] = ExprModel(bound, tuple(names))
         renaming = dict(zip(model.names, names, strict=True))
         self._similar[target.leaf] = SimilarExpr(model, renaming)
         return model.bound.renamed(renaming)
-
-    def _checked(self, bound: BoundExpr) -> BoundExpr:
-        """Refuses to rearrange elements that share bytes."""
-        if not self.specs.packed or self.specs.packed.isdisjoint(bound.sources()):
-            return bound
-        for piece in affine_pieces(bound.pull_back(Box.whole(bound.shape), factored=True)):
-            shape, dtype = self.specs[piece.source]
-            if piece.source in self.specs.packed and piece.view.box_in(shape) is None:
-                text = (
-                    f"the elements of tensor {piece.source!r} ({dtype.name}) share bytes: its"
-                    " regions can be taken, sliced, stacked and computed with, not rearranged"
-                )
-                hint = "Load the tensor by itself and rearrange the array."
-                raise Problems([Problem(text, hint=hint)])
-        return bound
 
     def _check_shape(self, leaf: str, bound: BoundExpr, origin: object, target: str) -> None:
         expected = None if self.leaves is None else self.leaves.get(leaf)
