@@ -66,13 +66,29 @@ def members(
         raise JsonError(f"the text begins with {text[:1]!r}, not with '{{'")
     position = stop = _end(_skip_space(text, 1))
     outer: str | None = None
+    opened_keys = {*opened}
     outer_keys: set[str] | None = None if may_repeat else set()
     keys = outer_keys
     # The scanner is shown a window of the text, so that it builds no large value.
     size = max(longest, _LONGEST_VALUE)
     begin, window = 0, text if len(text) <= size else text[:size]
     is_empty = text.startswith("}", position)
+    slow_until = 0  # where members are read one by one
     while not is_empty:
+        chunk = "" if position < slow_until else _chunk(text, position, min(size, longest))
+        if chunk and not any(f'"{key}"' in chunk for key in opened):
+            pairs = _pairs(scan, chunk)
+            if pairs and opened_keys.isdisjoint(key for key, _ in pairs):
+                for key, value in pairs:
+                    if keys is not None:
+                        if key in keys:
+                            raise JsonError(f"key {key!r} is repeated")
+                        keys.add(key)
+                    yield outer, key, value
+                position = _end(_skip_comma(text, position + len(chunk)))
+                begin, window = position, text[position : position + size]
+                continue
+            slow_until = position + len(chunk)
         at, is_read = position - begin, False
         try:
             if window.startswith('"', at):
@@ -112,6 +128,26 @@ def members(
     position = _end(_skip_close(text, stop), "',' or '}' expected", stop)
     if position != len(text):
         raise JsonError(f"trailing characters, at character {position}")
+
+
+def _chunk(text: str, position: int, most: int) -> str:
+    """Return what are probably whole members from a position on, before a comma."""
+    stop = position + most
+    end = text.rfind("},", position, stop)
+    end = text.rfind('",', position, stop) if end < 0 else end
+    return text[position : end + 1] if end >= 0 else ""
+
+
+def _pairs(
+    scan: Callable[[str, int], tuple[Any, int]], chunk: str
+) -> tuple[tuple[str, object], ...]:
+    """Return the members that a text is; none if it is anything else than whole members."""
+    try:
+        pairs: tuple[tuple[str, object], ...]
+        pairs, stop = scan(f"{{{chunk}}}", 0)
+    except (ValueError, RecursionError):
+        return ()
+    return pairs if stop == len(chunk) + 2 else ()
 
 
 def _member(
