@@ -110,13 +110,15 @@ DRIPS = {
     "headers": endless(b"HTTP/1.1 206 OK\r\n", b"X: y\r\n"),
     "interim answers": endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     "body of a redirect": endless(
-        b"HTTP/1.1 302 Found\r\nLocation: /files/x\r\nContent-Length: 60000\r\n\r\n", b"x"
+        b"HTTP/1.1 302 Found\r\nLocation: /files/x\r\nContent-Length: 9999999\r\n\r\n", b"x"
     ),
     "size of a chunk": endless(CHUNKED, b"0"),
     "chunks": endless(CHUNKED, b"1\r\nx\r\n"),
     "trailers": endless(CHUNKED + b"1\r\nx\r\n0\r\n", b"X: y\r\n"),
     "body": endless(
-        b"HTTP/1.1 206 OK\r\nContent-Length: 9999\r\nContent-Range: bytes 0-9998/9999\r\n\r\n", b"x"
+        b"HTTP/1.1 206 OK\r\nContent-Length: 9999999\r\n"
+        b"Content-Range: bytes 0-9999998/9999999\r\n\r\n",
+        b"x",
     ),
 }
 
