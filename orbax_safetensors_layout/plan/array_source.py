@@ -380,10 +380,11 @@ class MappedSource(NamedTuple):
 
 def _packed_region(view: AffineView, shape: tuple[int, ...]) -> Box:
     """Return the region that a view is, or the rows that hold all of it."""
-    low, high = view.bounds
-    row = math.prod(shape[1:])
-    rows = Box.whole(shape).along(0, low // row, -(-high // row)) if shape else Box.whole(shape)
-    return view.box_in(shape) or rows
+    region = view.box_in(shape)
+    if region is None:
+        (low, high), row = view.bounds, math.prod(shape[1:])
+        region = Box.whole(shape).along(0, low // row, -(-high // row))
+    return region
 
 
 @functools.lru_cache(1024)

@@ -84,7 +84,6 @@ def dequantized(path: str | os.PathLike[str], *, dtype: Any = "bfloat16") -> Map
     with Catalog.open(path) as catalog, frozen_heap():
         entries = catalog.all_entries()
         settings = QuantizationSettings(_settings(catalog))
-
         reads: list[TensorEntry] = []
 
         @functools.cache
