@@ -9,10 +9,15 @@ import time
 
 import backends
 import pytest
+from hypothesis import settings
 from programs import ForkServer
 
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could configure it")
+
+# A run finds what the run before it found; the soak set draws examples of its own.
+settings.register_profile("the same examples", derandomize=True)
+settings.load_profile("the same examples")
 
 collect_ignore = ["programs"]
 _SECONDS_TO_END = 5.0

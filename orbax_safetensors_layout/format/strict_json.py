@@ -67,7 +67,7 @@ def members(
         raise JsonError(f"the text begins with {text[:1]!r}, not with '{{'")
     position = stop = _end(_skip_space(text, 1))
     outer: str | None = None
-    opened_keys = {*opened}
+    to_open = {*opened}  # none within an object that is open
     outer_keys: set[str] | None = None if may_repeat else set()
     keys = outer_keys
     # The scanner is shown a window of the text, so that it builds no large value.
@@ -77,9 +77,9 @@ def members(
     slow_until = 0  # where members are read one by one
     while not is_empty:
         chunk = "" if position < slow_until else _chunk(text, position, min(size, longest))
-        if chunk and not any(f'"{key}"' in chunk for key in opened):
+        if chunk and not any(f'"{key}"' in chunk for key in to_open):
             pairs = _pairs(scan, chunk)
-            if pairs and opened_keys.isdisjoint(key for key, _ in pairs):
+            if pairs and to_open.isdisjoint(key for key, _ in pairs):
                 for key, value in pairs:
                     if keys is not None:
                         if key in keys:
@@ -95,7 +95,7 @@ def members(
             if window.startswith('"', at):
                 key, stop = scan(window, at)
                 colon = _skip_colon(window, stop)
-                if colon is not None and key not in opened:
+                if colon is not None and key not in to_open:
                     value, stop = scan(window, colon.end())
                     is_read = stop < len(window) or window is text
                     if stop - colon.end() > longest and type(value) is not str:
@@ -106,7 +106,7 @@ def members(
             if window is not text and position > begin:
                 begin, window = position, text[position : position + size]
                 continue
-            key, value, stop = _member(scan, text, position, opened, longest)
+            key, value, stop = _member(scan, text, position, to_open, longest)
             stop -= begin
         if keys is not None:
             if key in keys:
@@ -115,14 +115,16 @@ def members(
         yield outer, key, () if value is _OPENED else value
         stop += begin
         if value is _OPENED:
-            outer, keys, position = key, set(), _end(_skip_space(text, stop))
+            outer, keys, to_open = key, set(), set()
+            position = _end(_skip_space(text, stop))
             if not text.startswith("}", position):
                 continue
             stop = position
         comma = _skip_comma(text, stop)
         if comma is None and outer is not None:
             stop = _end(_skip_close(text, stop), "',' or '}' expected", stop)
-            outer, keys, comma = None, outer_keys, _skip_comma(text, stop)
+            outer, keys, to_open = None, outer_keys, {*opened}
+            comma = _skip_comma(text, stop)
         if comma is None:
             break
         position = comma.end()
