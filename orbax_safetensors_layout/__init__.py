@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .mapping import (
         Expr as Expr,
         Mapping as Mapping,
+        Quantization as Quantization,
         concat as concat,
         dequantize_block as dequantize_block,
         dequantize_int4 as dequantize_int4,
@@ -105,8 +106,8 @@ _NAMES = {
     "load": "TensorMetadata load metadata plan_load",
     "lora": "peft",
     "mapping": (
-        "Expr Mapping concat dequantize_block dequantize_int4 dequantize_mxfp4 dequantized "
-        "families fill opaque rule stack tensor"
+        "Expr Mapping Quantization concat dequantize_block dequantize_int4 dequantize_mxfp4 "
+        "dequantized families fill opaque rule stack tensor"
     ),
     "options": "ConvertOptions Progress ReadOptions RetryPolicy WriteOptions",
     "plan": "Cost ReadPlan WritePlan",

@@ -8,7 +8,7 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -307,6 +307,19 @@ class ReadOptions(_CheckedOptions):
         )
 
 
+@runtime_checkable
+class Quantizes(Protocol):
+    """An `osl.Quantization`: which weights are written quantised, and how."""
+
+    def apply(self, weights: Mapping[str, Any], dtype: Any = None) -> dict[str, Any]:
+        """Return the tensors of the files, expressions as the weights are, by name."""
+
+    def configured(
+        self, files: Mapping[str, bytes], weights: Mapping[str, Any]
+    ) -> dict[str, bytes]:
+        """Return the files beside the model, with what they say of its weights."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions(_CheckedOptions):
     """Options of writing a checkpoint.
@@ -322,6 +335,8 @@ class WriteOptions(_CheckedOptions):
             `.safetensors`: `model`, or for instance Diffusers' `diffusion_pytorch_model`.
         metadata: `__metadata__` strings of every file; `format` is `"pt"` unless given.
         dtype: Writes floating-point tensors in this dtype, rounded as numpy does.
+        quantize: Writes the weights that an `osl.Quantization` names quantised, in layout `"hf"`
+            and without a manifest; `osl.dequantized` reads them as plain ones. Only for `save`.
         memory_budget_bytes: Host bytes that a save may hold beyond its arrays. The blocking part
             of an asynchronous save then lasts until what is left to copy fits it, from devices with
             memory of their own and of numpy arrays; None copies everything at once.
@@ -339,6 +354,7 @@ class WriteOptions(_CheckedOptions):
     file_stem: str = "model"
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     dtype: Any = None
+    quantize: Quantizes | None = None
     memory_budget_bytes: int | None = None
     concurrency: int | None = None
     fsync: bool = True
@@ -469,6 +485,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
     ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
     ("cache", "the path of a local folder", _is_local_path),
+    ("quantize", "an osl.Quantization(...)", lambda v: isinstance(v, Quantizes)),
     ("retries", "a RetryPolicy(attempts=..., ...)", lambda v: isinstance(v, RetryPolicy)),
 )
 _RULE_OF = {name: (text, test) for names, text, test in _RULES for name in names.split()}

@@ -70,7 +70,8 @@ def save(
             tensor has the dtype of its leaves, unless the mapping casts or `WriteOptions.dtype`
             says otherwise.
         config: The folder of the model whose `config.json`, tokenizer and the like are put beside
-            the files, as they are: without a `config.json`, `transformers` does not open a folder.
+            the files, as they are but for the quantisation of a `WriteOptions(quantize=...)`:
+            without a `config.json`, `transformers` does not open a folder.
         options: How to write.
         overwrite: Replace an existing safetensors checkpoint.
 
@@ -96,6 +97,8 @@ def save(
         if config is not None and group.is_leader:
             sidecar_files = read_sidecar_files(config, required=True)
         prepared = PreparedSave.of(tree, options, mapping=mapping)
+        if options.quantize is not None and prepared.mapped is not None:
+            sidecar_files = options.quantize.configured(sidecar_files, prepared.mapped.plain)
         prepared.commit(path, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
 
 
@@ -185,8 +188,8 @@ class PreparedSave:
         """Copies this process's shards to the host, as far as the memory budget allows."""
         parts = [part for file in self.plan.writes() for part in file.parts]
         if self.mapped is not None and self.plan.stored is None:
-            expressions, held = self.mapped
-            taken = {name for expr in expressions.values() for name in expr.sources()}
+            held = self.mapped.held
+            taken = {n for expr in self.mapped.expressions.values() for n in expr.sources()}
             parts = [
                 self.values.box_part(leaf, box)
                 for leaf, box in held.values()

@@ -17,6 +17,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
+    InvalidArgumentError,
     InvalidManifestError,
     StorageError,
     UnexpectedTensorError,
@@ -83,6 +84,11 @@ class ItemSave:
         dtypes: Sequence[Any] | None,
         wait: Callable[[], None] | None,
     ) -> None:
+        if options.quantize is not None:
+            raise InvalidArgumentError(
+                "WriteOptions(quantize=...) is for osl.save: a step that is saved quantised could"
+                " not be resumed."
+            )
         self._retries = options.retries
         has_manifest = mapping is None or options.layout == "sharded"
         metadata = _WITH_MANIFEST if has_manifest else _ITEM_METADATA

@@ -13,7 +13,7 @@ import numpy as np
 
 from orbax_safetensors_layout.catalog import (
     Catalog,
-    Quantization,
+    QuantizedWeights,
     find_quantization,
     select_names,
 )
@@ -59,7 +59,7 @@ class Inspection(NamedTuple):
     model: str | None
     problem: str | None  # what is wrong with the model's configuration
     layout: str  # `hf`, `sharded` or `orbax`
-    quantization: Quantization | None
+    quantization: QuantizedWeights | None
     metadata: dict[str, str]
     values: dict[str, object]  # what was saved beside the tensors
     files: dict[str, int]  # sizes in bytes, by names relative to the checkpoint

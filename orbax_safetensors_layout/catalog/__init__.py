@@ -12,5 +12,5 @@ from .discover import (
     resolve_checkpoint,
 )
 from .piece_catalog import check_save, check_whole
-from .quantization import Quantization, find_quantization
+from .quantization import QuantizedWeights, find_quantization
 from .select import compile_pattern, select_names, suggest_names

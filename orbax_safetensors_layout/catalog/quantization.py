@@ -60,7 +60,7 @@ _SCHEMES = (
 )
 
 
-class Quantization(NamedTuple):
+class QuantizedWeights(NamedTuple):
     """The quantisation of a checkpoint."""
 
     method: str | None  # in the model's configuration, as `fp8`, with its figures
@@ -71,7 +71,7 @@ class Quantization(NamedTuple):
 
 def find_quantization(
     entries: Mapping[str, TensorEntry], config: Mapping[str, Any]
-) -> Quantization | None:
+) -> QuantizedWeights | None:
     """Finds quantised tensors by their names and dtypes; return None where none is."""
     configured = config.get("quantization_config") or config.get("compression_config")
     settings: Mapping[str, Any] = configured if isinstance(configured, dict) else {}
@@ -98,7 +98,7 @@ def find_quantization(
         problem = f"its quantization_config is {short_repr(configured)}, not an object"
     if not (method or weights or problem):
         return None
-    return Quantization(method, weights, parameters, problem)
+    return QuantizedWeights(method, weights, parameters, problem)
 
 
 def _bits(settings: Mapping[str, Any]) -> tuple[int, str | None]:

@@ -7,7 +7,7 @@ import math
 import os
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.errors import InvalidArgumentError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import (
     DTYPES,
     Container,
@@ -70,6 +70,8 @@ def consolidate(
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
     options = given_or_default(options, WriteOptions)
+    if options.quantize is not None:
+        raise InvalidArgumentError("consolidate writes what was saved: leave out quantize.")
     with (
         save_group(path if target is None else target, options) as group,
         frozen_heap(),

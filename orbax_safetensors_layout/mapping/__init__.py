@@ -36,6 +36,7 @@ from .expr.opaque_ops import is_opaque, opaque
 from .expr.overlaid import overlaid
 from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
 from .expr.values import Cast, ValueOp, apply_ops, in_chunks
+from .inverse.inverse_patches import whole_tensor
 from .matching import rule
 from .names import NameTree, TensorSpec, TensorSpecs
 from .rules import Mapping, check_mapping, fingerprint
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .families.config import read_config
     from .families.ready import TARGETS
     from .lookup import find_mapping
+    from .quantizing.quantize import Quantization
 
 __getattr__ = lazy_exports(
     __name__,
@@ -55,5 +57,6 @@ __getattr__ = lazy_exports(
         ".families.config": "read_config",
         ".families.ready": "TARGETS",
         ".lookup": "find_mapping",
+        ".quantizing.quantize": "Quantization",
     },
 )

@@ -39,6 +39,7 @@ from orbax_safetensors_layout.mapping import (
     TensorSpecs,
     Valued,
     row_major,
+    whole_tensor,
 )
 from orbax_safetensors_layout.options import WriteOptions, is_floating
 from orbax_safetensors_layout.sharding import GlobalShards
@@ -159,6 +160,7 @@ class MappedTensors(NamedTuple):
 
     expressions: dict[str, BoundExpr]  # row-major elements, over boxes that are held or stored
     held: dict[str, tuple[int, int]]  # of one process: numbers of leaf and box, by the box's name
+    plain: dict[str, BoundExpr]  # the same, before weights were quantised
 
 
 def plan_writes(
@@ -203,13 +205,16 @@ def plan_consolidation(
 
 def plan_mapped_writes(
     leaves: Sequence[LeafWrite],
-    mapping: LeafMapping,
+    mapping: LeafMapping | None,
     *,
     options: WriteOptions,
     process_index: int = 0,
     process_count: int = 1,
 ) -> tuple[WritePlan, MappedTensors]:
-    """Plans a save through a mapping for loading; several processes leave the leaves in pieces."""
+    """Plans a save of computed tensors: through a mapping for loading, or quantised, or both.
+
+    Several processes leave the leaves in pieces.
+    """
     of_process = {"process_index": process_index, "process_count": process_count}
     planner = WritePlanner(leaves, options, process_index, process_count)
     stored, pieces = planner.own_pieces() if process_count > 1 else (None, None)
@@ -222,10 +227,12 @@ def plan_mapped_writes(
     )
     tensors: list[NewTensor] = []
     expressions: dict[str, BoundExpr] = {}
-    for name, expr in mapping.inverse().bind(specs).expressions.items():
+    if mapping is None:
+        plain: dict[str, BoundExpr] = {name: whole_tensor(name, specs) for name in specs}
+    else:
+        plain = mapping.inverse().bind(specs).expressions
+    for name, expr in _stored(plain, options).items():
         shape, expr = expr.shape, row_major(expr)
-        if options.dtype is not None and is_floating(expr.dtype):
-            expr = Valued.of(expr, Cast(options.dtype))
         expressions[name] = expr
         size = math.prod(shape)
         dtype = storage_dtype(expr.dtype, size, is_recorded=False, tensor=name)
@@ -243,7 +250,20 @@ def plan_mapped_writes(
         for number, of_leaf in enumerate(specs.pieces.values() if stored is None else ())
         for at, (_, place) in enumerate(of_leaf)
     }
-    return plan, MappedTensors(expressions, held)
+    return plan, MappedTensors(expressions, held, plain)
+
+
+def _stored(plain: dict[str, BoundExpr], options: WriteOptions) -> dict[str, BoundExpr]:
+    """Return the tensors of the files, quantised or in another dtype where options say so."""
+    dtype = options.dtype
+    tensors = plain if options.quantize is None else options.quantize.apply(plain, dtype)
+    if dtype is None:
+        return tensors
+    cast = {name for name, expr in plain.items() if is_floating(expr.dtype)}
+    return {
+        name: Valued.of(expr, Cast(dtype)) if name in cast and expr is plain[name] else expr
+        for name, expr in tensors.items()
+    }
 
 
 _Member = tuple[NewTensor, int, Tile | None]

@@ -167,7 +167,7 @@ class Pages:
             self._left_bytes = memory.size
             return
         before, began = self._advice, self._clock()
-        memory[page] = 0
+        ctypes.memset(memory.ctypes.data + page, 0, 1)  # while other threads run
         if self._clock() - began <= _SLOW_TOUCH_SECONDS:
             self._advice, self._stretch_bytes = mmap.MADV_HUGEPAGE, _STRETCH_BYTES
         elif before == mmap.MADV_NOHUGEPAGE:

@@ -81,6 +81,7 @@ class PreparedTree(NamedTuple):
                     "A save through a mapping has no dtypes of single leaves: leave out save_args,"
                     " and give WriteOptions.dtype, or a mapping that casts."
                 )
+        if mapping is not None or options.quantize is not None:
             options = dataclasses.replace(options, dtype=None)
         parser = _Parser(options, shards, dtypes, is_recorded=is_recorded)
         node = encode_treedef(tree, parser.leaf)
@@ -95,16 +96,18 @@ class PreparedTree(NamedTuple):
     ) -> tuple[WritePlan, MappedTensors | None]:
         """Plans what a process writes, and with a mapping what the files' tensors are made of."""
         processes = {"process_index": shards.process_index, "process_count": shards.process_count}
-        if mapping is None:
+        if mapping is None and options.quantize is None:
             return plan_writes(self.leaves, options=options, **processes), None
+        how = "through a mapping" if mapping is not None else "of quantised weights"
         if options.layout != "hf":
             raise InvalidArgumentError(
-                "A save through a mapping has layout 'hf': leave out WriteOptions.layout."
+                f"A save {how} has layout 'hf': leave out WriteOptions.layout."
             )
         values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
         if values:
             raise MappingError(
-                f"a mapping takes arrays alone, unlike these leaves: {listed(map(repr, values))}",
+                f"a save {how} takes arrays alone, unlike these leaves:"
+                f" {listed(map(repr, values))}",
                 hint="Save the parameters alone.",
             )
         return plan_mapped_writes(self.leaves, mapping, options=options, **processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -10,6 +11,8 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping as Dict
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
@@ -41,7 +44,9 @@ _SPECIAL = re.compile(r"[*?\[{]")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
-class _DecodedWeight(NamedTuple):
+class DecodedWeight(NamedTuple):
+    """A weight that is found quantised."""
+
     scheme: WeightScheme
     weight: FoundWeight
     expr: Expr  # of names with wildcards
@@ -82,41 +87,48 @@ def dequantized(path: str | os.PathLike[str], *, dtype: Any = "bfloat16") -> Map
     if not is_floating(result):
         raise MappingError("dequantized gives floating-point numbers", found=result.name)
     with Catalog.open(path) as catalog, frozen_heap():
-        entries = catalog.all_entries()
-        settings = QuantizationSettings(_settings(catalog))
-        reads: list[TensorEntry] = []
+        return _mapping(*decoded_weights(catalog, result))
 
-        @functools.cache
-        def read(entry: TensorEntry) -> bytes:
-            return read_range(catalog.storage, entry.file, entry.start, entry.nbytes)
 
-        def read_and_note(entry: TensorEntry) -> bytes:
-            reads.append(entry)
-            return read(entry)
+def decoded_weights(
+    catalog: Catalog, dtype: np.dtype[Any]
+) -> tuple[dict[str, TensorEntry], dict[str, DecodedWeight], QuantizationSettings]:
+    """Return all tensors of a checkpoint, and the quantised weights by plain name."""
+    entries = catalog.all_entries()
+    settings = QuantizationSettings(_settings(catalog))
+    reads: list[TensorEntry] = []
 
-        similar: dict[object, Expr] = {}  # of weights of which nothing is read
-        weights: dict[str, _DecodedWeight] = {}
-        for name in entries:
-            for scheme, plain in _candidates(name, entries[name]):
-                named = _wildcards(plain)
-                weight = FoundWeight(plain, named, entries, settings, result.name, read_and_note)
-                if scheme.fits(weight):
-                    if plain in weights or (plain in entries and plain != name):
-                        raise weight.error("there are several weights of this name")
-                    parts = (scheme.values, *scheme.needs, *scheme.beside)
-                    names = [weight.name_of(part) for part in parts]
-                    stored = tuple(part for part in names if part in entries)
-                    kinds = (e and (e.dtype.code, e.shape) for e in map(entries.get, names))
-                    likeness = (scheme.name, named, *kinds)
-                    expr = similar.get(likeness)
-                    if expr is None:
-                        reads.clear()
-                        expr = scheme.decode(weight)
-                        if not reads:
-                            similar[likeness] = expr
-                    weights[plain] = _DecodedWeight(scheme, weight, expr, stored)
-                    break
-        return _mapping(entries, weights, settings)
+    @functools.cache
+    def read(entry: TensorEntry) -> bytes:
+        return read_range(catalog.storage, entry.file, entry.start, entry.nbytes)
+
+    def read_and_note(entry: TensorEntry) -> bytes:
+        reads.append(entry)
+        return read(entry)
+
+    similar: dict[object, Expr] = {}  # of weights of which nothing is read
+    weights: dict[str, DecodedWeight] = {}
+    for name in entries:
+        for scheme, plain in _candidates(name, entries[name]):
+            named = _wildcards(plain)
+            weight = FoundWeight(plain, named, entries, settings, dtype.name, read_and_note)
+            if scheme.fits(weight):
+                if plain in weights or (plain in entries and plain != name):
+                    raise weight.error("there are several weights of this name")
+                parts = (scheme.values, *scheme.needs, *scheme.beside)
+                names = [weight.name_of(part) for part in parts]
+                stored = tuple(part for part in names if part in entries)
+                kinds = (e and (e.dtype.code, e.shape) for e in map(entries.get, names))
+                likeness = (scheme.name, named, *kinds)
+                expr = similar.get(likeness)
+                if expr is None:
+                    reads.clear()
+                    expr = scheme.decode(weight)
+                    if not reads:
+                        similar[likeness] = expr
+                weights[plain] = DecodedWeight(scheme, weight, expr, stored)
+                break
+    return entries, weights, settings
 
 
 def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
@@ -134,20 +146,27 @@ def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
     return plain
 
 
-def _settings(catalog: Catalog) -> Dict[str, Any]:
-    """Return the configured figures, empty where there are none."""
+def configured_quantization(catalog: Catalog) -> dict[str, dict[str, Any]]:
+    """Return what the files beside a checkpoint say of its quantisation, by file and key."""
     folder = (
         catalog.path.rpartition("/")[0] if catalog.path.endswith(".safetensors") else catalog.path
     )
+    configured: dict[str, dict[str, Any]] = {}
     for file, keys in _CONFIGS:
-        try:
+        with contextlib.suppress(CheckpointNotFoundError):
             config = read_config(join(folder, file), storage=catalog.storage)
-        except CheckpointNotFoundError:
-            continue
-        for key in keys:
-            settings = config.get(key)
-            if isinstance(settings, dict) and settings:
-                return settings
+            settings = {key: config[key] for key in keys if config.get(key)}
+            if any(isinstance(value, dict) for value in settings.values()):
+                configured[file] = settings
+    return configured
+
+
+def _settings(catalog: Catalog) -> Dict[str, Any]:
+    """Return the configured figures, empty where there are none."""
+    for settings in configured_quantization(catalog).values():
+        for values in settings.values():
+            if isinstance(values, dict):
+                return values
     return {}
 
 
@@ -185,7 +204,7 @@ def _check_plain(
 
 def _mapping(
     entries: Dict[str, TensorEntry],
-    weights: Dict[str, _DecodedWeight],
+    weights: Dict[str, DecodedWeight],
     settings: QuantizationSettings,
 ) -> Mapping:
     taken = {part for weight in weights.values() for part in weight.parts}

@@ -5,8 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from orbax_safetensors_layout.options import is_floating
+
 from ..expr.expression import Expr
 from ..expr.quantized import dequantize_block, dequantize_mxfp4
+from ..quantizing.encoder import WeightLayout
+from ..quantizing.group_formats import (
+    FLOAT8,
+    Fp8Groups,
+    ModelOptNvfp4Groups,
+    Mxfp4Groups,
+    Nvfp4Groups,
+    PowersFp8Groups,
+)
 from .found_weight import FoundWeight, WeightScheme
 from .grouped_values import grouped, unpacked
 
@@ -95,15 +106,68 @@ def _gpt_oss(weight: FoundWeight) -> Expr:
     return values.transpose(*range(axes - 2), axes - 1, axes - 2) if axes > 1 else values
 
 
+def fp8_layout(part: str) -> Callable[[FoundWeight], WeightLayout]:
+    """Return how FP8 is written with scales of this name, in the blocks that they are found in."""
+
+    def layout(weight: FoundWeight) -> WeightLayout:
+        scale = weight.entry(part)
+        if weight.code("") != "F8_E4M3" or scale is None or not is_floating(scale.dtype.numpy):
+            raise weight.error("only E4M3 with scales that are floats is written")
+        _, block = group_extents(weight, part)
+        are_powers = weight.settings.values.get("scale_fmt") == "ue8m0"
+        form = PowersFp8Groups if are_powers or scale.dtype.code == "F8_E8M0" else Fp8Groups
+        rows, columns = (1, 1, *block)[-2:]
+        return WeightLayout(form((rows, columns), scale.dtype.numpy), "", part)
+
+    return layout
+
+
+def _mxfp4_layout(values: str, scales: str) -> Callable[[FoundWeight], WeightLayout]:
+    is_grouped = values == "_blocks"
+
+    def layout(weight: FoundWeight) -> WeightLayout:
+        scale = weight.entry(scales)
+        assert scale is not None
+        form = Mxfp4Groups((1, _MX_GROUP), scale.dtype.numpy)
+        return WeightLayout(form, values, scales, is_grouped=is_grouped)
+
+    return layout
+
+
+def _nvfp4_layout(
+    form: type[Nvfp4Groups], values: str, factor: str
+) -> Callable[[FoundWeight], WeightLayout]:
+    def layout(weight: FoundWeight) -> WeightLayout:
+        group = weight.shape(values)[-1] * 2 // weight.shape("_scale")[-1]
+        return WeightLayout(form((1, group), FLOAT8), values, "_scale", factor)
+
+    return layout
+
+
 SCHEMES = (
-    WeightScheme("FP8 with block scales", "", _FLOAT8, ("_scale_inv",), _fp8("_scale_inv")),
-    WeightScheme("MXFP4 of GPT-OSS", "_blocks", ("U8",), ("_scales",), _gpt_oss),
+    WeightScheme(
+        "FP8 with block scales",
+        "",
+        _FLOAT8,
+        ("_scale_inv",),
+        _fp8("_scale_inv"),
+        layout=fp8_layout("_scale_inv"),
+    ),
+    WeightScheme(
+        "MXFP4 of GPT-OSS",
+        "_blocks",
+        ("U8",),
+        ("_scales",),
+        _gpt_oss,
+        layout=_mxfp4_layout("_blocks", "_scales"),
+    ),
     WeightScheme(
         "NVFP4 of ModelOpt",
         "",
         ("U8",),
         ("_scale", "_scale_2"),
         _nvfp4("", "factor", "_scale_2"),
+        layout=_nvfp4_layout(ModelOptNvfp4Groups, "", "_scale_2"),
     ),
     WeightScheme(
         "NVFP4 of compressed-tensors",
@@ -111,9 +175,17 @@ SCHEMES = (
         ("U8",),
         ("_scale", "_global_scale"),
         _nvfp4("_packed", "divisor", "_global_scale"),
+        layout=_nvfp4_layout(Nvfp4Groups, "_packed", "_global_scale"),
     ),
-    WeightScheme("MXFP4 of compressed-tensors", "_packed", ("U8",), ("_scale",), _mxfp4),
+    WeightScheme(
+        "MXFP4 of compressed-tensors",
+        "_packed",
+        ("U8",),
+        ("_scale",),
+        _mxfp4,
+        layout=_mxfp4_layout("_packed", "_scale"),
+    ),
 )
 SCALED = _fp8("_scale")
 MX_SCALED = _mxfp8
-FLOAT8 = _FLOAT8
+FLOAT8_CODES = _FLOAT8

@@ -11,6 +11,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import TensorEntry
 
 from ..expr.expression import Expr, tensor
+from ..quantizing.encoder import WeightLayout, joined_name
 
 _BLOCK = (128, 128)
 
@@ -62,8 +63,7 @@ class FoundWeight:
     read: Callable[[TensorEntry], bytes]  # reads a small tensor
 
     def name_of(self, part: str) -> str:
-        """Return the name of a part: `/` begins one beside the weight, others follow its name."""
-        return _joined(self.plain, part)
+        return joined_name(self.plain, part)
 
     def entry(self, part: str) -> TensorEntry | None:
         return self.entries.get(self.name_of(part))
@@ -79,7 +79,7 @@ class FoundWeight:
         return "" if entry is None else entry.dtype.code
 
     def expr(self, part: str) -> Expr:
-        return tensor(_joined(self.named, part))
+        return tensor(joined_name(self.named, part))
 
     def maybe(self, part: str) -> Expr | None:
         return None if self.entry(part) is None else self.expr(part)
@@ -115,10 +115,6 @@ class FoundWeight:
         )
 
 
-def _joined(name: str, part: str) -> str:
-    return f"{name.rpartition('.')[0]}.{part[1:]}" if part.startswith("/") else name + part
-
-
 class WeightScheme(NamedTuple):
     """A format of quantised weights, known by the names and dtypes of their parts.
 
@@ -132,6 +128,7 @@ class WeightScheme(NamedTuple):
     needs: tuple[str, ...]  # other parts that tell it from others
     decode: Callable[[FoundWeight], Expr]
     beside: tuple[str, ...] = ()  # further parts, which it may have
+    layout: Callable[[FoundWeight], WeightLayout] | None = None  # to write it, where that is known
 
     def fits(self, weight: FoundWeight) -> bool:
         has_all = all(weight.entry(part) is not None for part in self.needs)

@@ -8,7 +8,9 @@ import numpy as np
 
 from ..expr.expression import Expr
 from ..expr.quantized import dequantize_int4
-from .float_formats import FLOAT8, MX_SCALED, SCALED, group_extents
+from ..quantizing.encoder import WeightLayout
+from ..quantizing.group_formats import Int4Groups
+from .float_formats import FLOAT8_CODES, MX_SCALED, SCALED, fp8_layout, group_extents
 from .found_weight import FoundWeight, WeightScheme
 from .grouped_values import grouped, unpacked
 
@@ -21,7 +23,7 @@ def _scaled(weight: FoundWeight) -> Expr:
     if weight.code("_scale") in ("U8", "F8_E8M0"):
         return MX_SCALED(weight)
     zero = weight.maybe("_zero_point")
-    if zero is None or weight.code("") in FLOAT8:
+    if zero is None or weight.code("") in FLOAT8_CODES:
         return SCALED(weight)
     shape, block = group_extents(weight, "_scale")
     scale, zero = weight.expr("_scale").reshape(*shape), zero.reshape(*shape)
@@ -57,6 +59,19 @@ def _packed(weight: FoundWeight) -> Expr:
     values = unpacked(weight.expr("_packed"), bits, axis, columns)
     operands = {"scale": scale, "zero": zero, "index": index}
     return grouped(values, block, weight.dtype, operands, offset=offset)
+
+
+def _packed_layout(weight: FoundWeight) -> WeightLayout:
+    rows, words = weight.shape("_packed")[:-1], weight.shape("_packed")[-1]
+    *others, groups = weight.shape("_scale") or (0,)
+    columns, bits = _columns_and_bits(weight, words, groups)
+    is_symmetric = weight.entry("_g_idx") is None and weight.entry("_zero_point") is None
+    scale = weight.entry("_scale")
+    if bits != 4 or not is_symmetric or scale is None or tuple(others) != rows or columns % groups:
+        raise weight.error("only symmetric integers of four bits in groups of a row are written")
+    form = Int4Groups((1, columns // groups), scale.dtype.numpy)
+    shape = "_shape" if weight.code("_shape") == "I64" else ""
+    return WeightLayout(form, "_packed", "_scale", shape=shape)
 
 
 def _columns_and_bits(weight: FoundWeight, words: int, groups: int) -> tuple[int, int]:
@@ -137,8 +152,17 @@ SCHEMES = (
         ("_scale",),
         _packed,
         ("_shape", "_zero_point", "_g_idx"),
+        layout=_packed_layout,
     ),
-    WeightScheme("FP8 or INT8", "", (*FLOAT8, "I8"), ("_scale",), _scaled, ("_zero_point",)),
+    WeightScheme(
+        "FP8 or INT8",
+        "",
+        (*FLOAT8_CODES, "I8"),
+        ("_scale",),
+        _scaled,
+        ("_zero_point",),
+        fp8_layout("_scale"),
+    ),
     WeightScheme(
         "GPTQ or AWQ", "/qweight", ("I32",), ("/scales",), _awq_or_gptq, ("/qzeros", "/g_idx")
     ),

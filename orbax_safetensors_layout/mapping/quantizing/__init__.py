@@ -1,0 +1,1 @@
+"""Plain weights as quantised ones, group by group, while they are saved."""

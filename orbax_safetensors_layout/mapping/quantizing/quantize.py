@@ -1,0 +1,261 @@
+"""The choice of weights that are saved quantised, their format, and its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.catalog import compile_pattern
+from orbax_safetensors_layout.errors import InvalidArgumentError, MappingError, listed
+from orbax_safetensors_layout.options import is_floating
+
+from ..affine.bound import BoundExpr
+from ..dequantizing.dequantized import plain_configurations
+from .encoder import WeightLayout
+from .group_formats import FLOAT8, Fp8Groups, Int4Groups, Mxfp4Groups, Nvfp4Groups
+
+if TYPE_CHECKING:
+    from .like import FolderQuantization
+
+QuantizedFormat = Literal[
+    "fp8_block", "fp8_channel", "deepseek_fp8", "int4", "mxfp4", "nvfp4", "gpt_oss_mxfp4"
+]
+_WEIGHT = ".weight"
+_UINT8 = np.dtype(np.uint8)
+_GROUP = 128
+_BLOCK = (128, 128)
+_MX_GROUP = 32
+_NV_GROUP = 16
+
+
+class _Preset(NamedTuple):
+    """A format, and what the configuration of compressed-tensors says of it."""
+
+    format: str
+    weights: dict[str, Any]  # besides that they are symmetric and known beforehand
+    activations: dict[str, Any] | None = None
+
+
+_FP8 = {"num_bits": 8, "type": "float"}
+_FP4 = {"num_bits": 4, "type": "float"}
+# As the schemes FP8_BLOCK, FP8_DYNAMIC, W4A16, MXFP4A16 and NVFP4A16 of compressed-tensors 0.20.0.
+_PRESETS = {
+    "fp8_block": _Preset(
+        "float-quantized",
+        {**_FP8, "strategy": "block", "block_structure": [*_BLOCK]},
+        {**_FP8, "strategy": "group", "group_size": 128},
+    ),
+    "fp8_channel": _Preset(
+        "float-quantized", {**_FP8, "strategy": "channel"}, {**_FP8, "strategy": "token"}
+    ),
+    "int4": _Preset("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group"}),
+    "mxfp4": _Preset(
+        "mxfp4-pack-quantized",
+        {**_FP4, "strategy": "group", "group_size": _MX_GROUP, "scale_dtype": "torch.uint8"},
+    ),
+    "nvfp4": _Preset(
+        "nvfp4-pack-quantized",
+        {
+            **_FP4,
+            "strategy": "tensor_group",
+            "group_size": _NV_GROUP,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quantization:
+    """Weights that `save` writes quantised, and how: `WriteOptions(quantize=...)`.
+
+    Attributes:
+        format: `"fp8_block"`: FP8 (E4M3) with a scale for each block of 128 x 128;
+            `"fp8_channel"`: with one for each row; `"int4"`: integers of four bits with a scale for
+            each `group_size` of a row; `"mxfp4"` and `"nvfp4"`: floats of four bits with a scale
+            for each 32 and 16; all as compressed-tensors has them, for vLLM and `transformers`.
+            `"deepseek_fp8"`: blocks as DeepSeek-V3's; `"gpt_oss_mxfp4"`: experts as GPT-OSS's.
+        modules: Patterns of modules that are quantised, written as for `Mapping(ignore=...)`; a
+            module is a weight's name without `.weight`.
+        ignore: Patterns of such that are not.
+        group_size: Of `"int4"`: values of a row that share a scale.
+
+    Raises:
+        InvalidArgumentError: There is no such format, a pattern is malformed, or a size is.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> import orbax_safetensors_layout as osl
+        >>> weights = {"mlp.up_proj.weight": np.ones((4, 64), np.float32)}
+        >>> folder = tempfile.mkdtemp()
+        >>> osl.save(folder, weights, options=osl.WriteOptions(quantize=Quantization("mxfp4")))
+        >>> {name: str(leaf.dtype) for name, leaf in osl.metadata(folder).items()}
+        {'mlp.up_proj.weight_packed': 'uint8', 'mlp.up_proj.weight_scale': 'uint8'}
+    """
+
+    format: QuantizedFormat
+    modules: str | Iterable[str] = ("*_proj", "*_proj_*")
+    ignore: str | Iterable[str] = ()
+    group_size: int = _GROUP
+
+    def __post_init__(self) -> None:
+        """Checks the arguments, and keeps patterns as tuples."""
+        if self.format not in QuantizedFormat.__args__:  # type: ignore[attr-defined]
+            raise InvalidArgumentError(
+                f"Quantization has no format {self.format!r}; it has"
+                f" {', '.join(QuantizedFormat.__args__)}."  # type: ignore[attr-defined]
+            )
+        size = self.group_size
+        if type(size) is not int or size < 8 or size % 8:
+            raise InvalidArgumentError(
+                f"Quantization(group_size={size!r}): a group is a multiple of 8 values."
+            )
+        for field in ("modules", "ignore"):
+            given = getattr(self, field)
+            patterns = (given,) if isinstance(given, str) else tuple(given)
+            for pattern in patterns:
+                compile_pattern(pattern)
+            object.__setattr__(self, field, patterns)
+
+    @staticmethod
+    def like(path: str | os.PathLike[str]) -> FolderQuantization:
+        """Return the formats of a quantised folder, weight by weight, for `WriteOptions(quantize)`.
+
+        Weights get the names, formats and shapes that they have there, and the files beside them
+        what that folder says of its quantisation. Groups that still have the values that the
+        folder decodes to, in the dtype in which they are saved, keep their scales: what was not
+        changed has the same bits. The folder is read again while the weights are saved.
+
+        Args:
+            path: A folder that `dequantized` reads: FP8 (E4M3), MXFP4, NVFP4 or symmetric int4.
+
+        Raises:
+            MappingError: Nothing is quantised, or something in a format that is not written.
+        """
+        from .like import FolderQuantization
+
+        return FolderQuantization(path)
+
+    def apply(
+        self, weights: Mapping[str, BoundExpr], dtype: np.dtype[Any] | None = None
+    ) -> dict[str, BoundExpr]:
+        """Return the tensors of the files; `dtype` is that of what is not quantised, if given.
+
+        Raises:
+            MappingError: No weight is of these modules, or one cannot be quantised.
+        """
+        chosen = self._chosen(weights)
+        result: dict[str, BoundExpr] = {}
+        for name, weight in weights.items():
+            if name not in chosen:
+                result[name] = weight
+                continue
+            scale_dtype = weight.dtype if dtype is None else dtype
+            for full, expr in self._layout(scale_dtype).tensors(name, weight).items():
+                if full in result or (full in weights and full != name):
+                    raise MappingError(
+                        f"there are two tensors {full!r}: one of the quantised weight {name!r}"
+                    )
+                result[full] = expr
+        return result
+
+    def configured(
+        self, files: Mapping[str, bytes], weights: Mapping[str, BoundExpr]
+    ) -> dict[str, bytes]:
+        """Return the files beside the model with the quantisation in its `config.json`, if any."""
+        files = plain_configurations(files)
+        if "config.json" not in files:
+            return files
+        config = json.loads(files["config.json"])
+        config["quantization_config"] = self.configuration(weights)
+        files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
+        return files
+
+    def configuration(self, weights: Mapping[str, BoundExpr]) -> dict[str, Any]:
+        """Return the `quantization_config` of a model with these weights."""
+        chosen = self._chosen(weights)
+        kept = [
+            name.removesuffix(_WEIGHT)
+            for name, weight in weights.items()
+            if name not in chosen and name.endswith(_WEIGHT) and len(weight.shape) == 2
+        ]
+        if self.format == "deepseek_fp8":
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [*_BLOCK],
+                "modules_to_not_convert": kept,
+            }
+        if self.format == "gpt_oss_mxfp4":
+            return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+        preset = _PRESETS[self.format]
+        given = {**preset.weights, "symmetric": True, "dynamic": False}
+        if self.format == "int4":
+            given["group_size"] = self.group_size
+        activations = preset.activations and {**preset.activations, "symmetric": True}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": preset.format,
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": given,
+                    "input_activations": activations and {**activations, "dynamic": True},
+                    "output_activations": None,
+                }
+            },
+            "ignore": kept,
+            "kv_cache_scheme": None,
+        }
+
+    def _layout(self, dtype: np.dtype[Any]) -> WeightLayout:
+        match self.format:
+            case "fp8_block":
+                return WeightLayout(Fp8Groups(_BLOCK), "", "_scale")
+            case "fp8_channel":
+                return WeightLayout(Fp8Groups((1, 0)), "", "_scale")
+            case "deepseek_fp8":
+                return WeightLayout(Fp8Groups(_BLOCK), "", "_scale_inv")
+            case "int4":
+                form = Int4Groups((1, self.group_size), dtype)
+                return WeightLayout(form, "_packed", "_scale", shape="_shape")
+            case "mxfp4":
+                return WeightLayout(Mxfp4Groups((1, _MX_GROUP), _UINT8), "_packed", "_scale")
+            case "nvfp4":
+                form4 = Nvfp4Groups((1, _NV_GROUP), FLOAT8)
+                return WeightLayout(form4, "_packed", "_scale", "_global_scale")
+            case "gpt_oss_mxfp4":
+                mx = Mxfp4Groups((1, _MX_GROUP), _UINT8)
+                return WeightLayout(mx, "_blocks", "_scales", is_grouped=True)
+
+    def _chosen(self, weights: Mapping[str, BoundExpr]) -> set[str]:
+        patterns = [compile_pattern(pattern) for pattern in self.modules]
+        left = [compile_pattern(pattern) for pattern in self.ignore]
+        is_fused = self.format == "gpt_oss_mxfp4"
+        chosen = set()
+        for name, weight in weights.items():
+            module = name.removesuffix(_WEIGHT)
+            if (module == name) != is_fused or not is_floating(weight.dtype):
+                continue
+            if weight.dtype.itemsize < 2 or any(p.fullmatch(module) for p in left):
+                continue
+            if any(p.fullmatch(module) for p in patterns) and (
+                not is_fused or len(weight.shape) == 3
+            ):
+                chosen.add(name)
+        if not chosen:
+            raise MappingError(
+                "no weight is of a module that is to be quantised",
+                expected=f"one of {listed(map(repr, self.modules))}"
+                + (f", without {listed(map(repr, self.ignore))}" if self.ignore else ""),
+                found=listed(map(repr, weights), 5),
+                hint="Say which: Quantization(..., modules=['*.attention.*']).",
+            )
+        return chosen

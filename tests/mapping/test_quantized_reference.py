@@ -1,0 +1,130 @@
+"""Weights saved quantised, against compressed-tensors' own scales, and opened by transformers."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import orbax_safetensors_layout as osl
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("compressed_tensors")
+
+UP = "model.layers.0.mlp.up_proj"
+SCHEMES = {
+    "fp8_block": ("FP8_BLOCK", "float-quantized"),
+    "fp8_channel": ("FP8_DYNAMIC", "float-quantized"),
+    "int4": ("W4A16", "pack-quantized"),
+    "mxfp4": ("MXFP4A16", "mxfp4-pack-quantized"),
+    "nvfp4": ("NVFP4A16", "nvfp4-pack-quantized"),
+}
+
+
+def saved(folder, kind, weight):
+    options = osl.WriteOptions(quantize=osl.Quantization(kind))
+    osl.save(folder, {f"{UP}.weight": weight.float().numpy()}, options=options)
+
+
+def of_library(kind, weight):
+    """The library's own values of a weight, and its scheme."""
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    name, fmt = SCHEMES[kind]
+    scheme = preset_name_to_scheme(name, ["Linear"])
+    args = scheme.weights
+    rows, columns = weight.shape
+    down, across = {"fp8_block": (128, 128), "fp8_channel": (1, columns)}.get(
+        kind, (1, args.group_size or columns)
+    )
+    groups = weight.reshape(rows // down, down, columns // across, across)
+    low, high = groups.amin((1, 3)), groups.amax((1, 3))
+    parts = {"weight": weight}
+    factor = None
+    if kind == "nvfp4":
+        parts["weight_global_scale"] = factor = generate_gparam(weight.min(), weight.max())
+    parts["weight_scale"], _ = calculate_qparams(low, high, args, global_scale=factor)
+    compressor = BaseCompressor.get_value_from_registry(fmt)
+    return compressor, scheme, compressor.compress(parts, scheme)
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_further_from_the_weight_than_the_library(tmp_path, kind, seed):
+    from safetensors.torch import load_file
+
+    torch.manual_seed(seed)
+    weight = torch.randn(256, 384) * torch.exp(2 * torch.randn(256, 1))
+    compressor, scheme, theirs = of_library(kind, weight)
+    saved(tmp_path, kind, weight)
+    ours = {
+        n.removeprefix(f"{UP}."): t for n, t in load_file(tmp_path / "model.safetensors").items()
+    }
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert tensor.shape == theirs[name].shape, name
+    decoded = [compressor.decompress(dict(p), scheme)["weight"] for p in (ours, theirs)]
+    # The library decodes ours to the values that we do.
+    dtype = str(decoded[0].dtype).removeprefix("torch.")
+    again = osl.load(tmp_path, mapping=osl.dequantized(tmp_path, dtype=dtype))
+    values = np.asarray(again[f"{UP}.weight"]).astype(np.float32)
+    np.testing.assert_array_equal(values, decoded[0].float().numpy())
+    errors = [(d.float() - weight).abs() for d in decoded]
+    assert errors[0].max() <= errors[1].max()
+    assert errors[0].mean() <= errors[1].mean() * 1.0001
+
+
+def tiny_llama(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        torch_dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("kind", [*SCHEMES, "deepseek_fp8"])
+def test_transformers_opens_it_with_equal_values(tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    tiny_llama(tmp_path / "plain")
+    leaves = osl.load(tmp_path / "plain")
+    options = osl.WriteOptions(quantize=osl.Quantization(kind))
+    osl.save(tmp_path / "out", leaves, config=tmp_path / "plain", options=options)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    given = dict(config["quantization_config"])
+    if kind == "deepseek_fp8":
+        from transformers import FineGrainedFP8Config
+
+        plain = FineGrainedFP8Config(dequantize=True)
+    else:
+        from transformers.utils.quantization_config import CompressedTensorsConfig
+
+        plain = CompressedTensorsConfig(run_compressed=False)
+    assert given["quant_method"] in ("compressed-tensors", "fp8")
+    opened = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=plain, dtype=torch.bfloat16
+    )
+    theirs = dict(opened.named_parameters())
+    ours = osl.load(tmp_path / "out", mapping=osl.dequantized(tmp_path / "out"))
+    quantised = [name for name in ours if "_proj" in name]
+    assert len(quantised) == 14
+    for name, leaf in ours.items():
+        expected = theirs[name].detach().float().numpy()
+        np.testing.assert_array_equal(np.asarray(leaf).astype(np.float32), expected, name)
+    tokens = torch.arange(8)[None]
+    assert torch.isfinite(opened(tokens).logits).all()
+    assert jax.tree.leaves(ours)

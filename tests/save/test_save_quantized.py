@@ -1,0 +1,309 @@
+"""`WriteOptions(quantize=...)`: each format against numpy, and what folders then say of it."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import any_sharding, mesh_of
+from programs import run_processes
+
+import orbax_safetensors_layout as osl
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+UP = "model.layers.0.mlp.up_proj"
+# Rows and columns of a group (0: all), and the numbers that groups are made of.
+FP8 = np.unique(np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+FORMATS = {
+    "fp8_block": (128, 128, FP8),
+    "deepseek_fp8": (128, 128, FP8),
+    "fp8_channel": (1, 0, FP8),
+    "int4": (1, 128, np.arange(8, dtype=np.float32)),
+    "mxfp4": (1, 32, E2M1),
+    "nvfp4": (1, 16, E2M1),
+}
+NAMES = {
+    "fp8_block": ["", "_scale"],
+    "deepseek_fp8": ["", "_scale_inv"],
+    "fp8_channel": ["", "_scale"],
+    "int4": ["_packed", "_scale", "_shape"],
+    "mxfp4": ["_packed", "_scale"],
+    "nvfp4": ["_packed", "_scale", "_global_scale"],
+}
+
+
+def quantized(kind, **kwargs):
+    return osl.WriteOptions(quantize=osl.Quantization(kind, **kwargs))
+
+
+def model(rows=256, columns=384, dtype=BF16, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        f"{UP}.weight": rng.standard_normal((rows, columns)).astype(dtype),
+        "model.embed_tokens.weight": rng.standard_normal((64, 32)).astype(dtype),
+        "model.norm.weight": np.ones(32, np.float32),
+    }
+
+
+def content(folder):
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def decoded(folder, dtype="float32"):
+    loaded = osl.load(folder, mapping=osl.dequantized(folder, dtype=dtype))
+    return {name: np.asarray(leaf) for name, leaf in loaded.items()}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_groups_are_the_nearest_numbers(tmp_path, kind, dtype):
+    """Each value is within half a step of the numbers of its group, whatever its scale."""
+    tensors = model(dtype=dtype)
+    tensors[f"{UP}.weight"][:130, :40] *= dtype(1 / 32) if dtype is not BF16 else BF16.type(1 / 32)
+    tensors[f"{UP}.weight"][7] = 0
+    osl.save(tmp_path / "out", tensors, options=quantized(kind))
+    stored = osl.metadata(tmp_path / "out")
+    assert {n for n in stored if n.startswith(UP)} == {f"{UP}.weight{end}" for end in NAMES[kind]}
+    again = decoded(tmp_path / "out")
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert again[name].tobytes() == tensors[name].tobytes()
+    weight, other = tensors[f"{UP}.weight"].astype(np.float32), again[f"{UP}.weight"]
+    down, across, numbers = FORMATS[kind]
+    across = across or weight.shape[1]
+    for i in range(0, weight.shape[0], down):
+        for j in range(0, weight.shape[1], across):
+            group, stored_as = (a[i : i + down, j : j + across] for a in (weight, other))
+            largest = np.abs(group).max()
+            if not largest:
+                assert not stored_as.any()
+                continue
+            # The unit of a group is that of its decoded values: its largest is one of `numbers`.
+            widest = np.diff(numbers).max() * largest / numbers[-1]
+            bound = widest / 2 * {"mxfp4": 2.01, "int4": 1.1, "nvfp4": 1.2}.get(kind, 1.01)
+            assert np.abs(group - stored_as).max() <= bound, (i, j)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_sharding_gives_the_same_files(tmp_path_factory, data):
+    kind = data.draw(st.sampled_from([*FORMATS]))
+    rows = data.draw(st.sampled_from([1, 3, 128, 200, 256]))
+    columns = 128 * data.draw(st.integers(1, 3))
+    folder = tmp_path_factory.mktemp("quantized")
+    tensors = model(rows, columns, seed=rows)
+    osl.save(folder / "one", tensors, options=quantized(kind))
+    sharded = {n: jax.device_put(t, any_sharding(data, t.shape)) for n, t in tensors.items()}
+    osl.save(folder / "other", sharded, options=quantized(kind))
+    assert content(folder / "one") == content(folder / "other")
+
+
+@pytest.mark.parametrize("split", ["rows", "columns", "both"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_through_a_mapping(tmp_path, kind, split):
+    tensors = model()
+    osl.save(tmp_path / "plain", tensors)
+    osl.save(tmp_path / "expected", tensors, options=quantized(kind))
+    mapping = osl.Mapping(
+        [
+            osl.rule("up", osl.stack(osl.tensor("model.layers.{i}.mlp.up_proj.weight"), over="i")),
+            osl.rule("embed", osl.tensor("model.embed_tokens.weight").transpose()),
+            osl.rule("norm", osl.tensor("model.norm.weight")),
+        ]
+    )
+    axes = {"rows": P(None, "x"), "columns": P(None, None, "x"), "both": P(None, "x", "y")}[split]
+    mesh = mesh_of(x=4, y=2)
+    tree = mapping.abstract(tmp_path / "plain")
+    tree["up"] = tree["up"].update(sharding=NamedSharding(mesh, axes))
+    loaded = osl.load(tmp_path / "plain", tree, mapping=mapping)
+    osl.save(tmp_path / "out", loaded, mapping=mapping, options=quantized(kind))
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+
+
+def test_each_process_writes_its_share(tmp_path):
+    run_processes("save_quantized.py", processes=2, devices=2, folder=str(tmp_path))
+    tensors = {name: np.asarray(leaf) for name, leaf in jax_model().items()}
+    for kind in FORMATS:
+        osl.save(tmp_path / f"{kind}-one", tensors, options=quantized(kind))
+        assert content(tmp_path / kind) == content(tmp_path / f"{kind}-one")
+
+
+def jax_model():
+    rows = jnp.arange(256 * 384, dtype=jnp.float32).reshape(256, 384)
+    return {f"{UP}.weight": jnp.sin(rows).astype(jnp.bfloat16), "model.norm.weight": rows[0]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [*FORMATS, "gpt_oss_mxfp4"])
+def test_what_has_not_changed_keeps_its_bits(tmp_path, kind, dtype):
+    tensors = model()
+    if kind == "gpt_oss_mxfp4":
+        experts = np.random.default_rng(3).standard_normal((4, 64, 96)).astype(BF16)
+        tensors["model.layers.0.mlp.experts.down_proj"] = experts
+    # As others quantise: scales that are not those of the largest values.
+    name = next(n for n in tensors if "_proj" in n and (kind != "gpt_oss_mxfp4" or "experts" in n))
+    osl.save(tmp_path / "first", tensors, config=configured(tmp_path), options=quantized(kind))
+    halve_values(tmp_path / "first" / "model.safetensors")
+    loaded = osl.load(tmp_path / "first", mapping=osl.dequantized(tmp_path / "first", dtype=dtype))
+    like = osl.WriteOptions(quantize=osl.Quantization.like(tmp_path / "first"))
+    osl.save(tmp_path / "again", loaded, config=tmp_path / "first", options=like)
+    assert content(tmp_path / "again") == content(tmp_path / "first")
+    changed = dict(loaded)
+    changed[name] = np.array(loaded[name])
+    changed[name][..., 0] = np.abs(changed[name]).max() * 100
+    osl.save(tmp_path / "changed", changed, options=like)
+    before, after = decoded(tmp_path / "first"), decoded(tmp_path / "changed")
+    np.testing.assert_allclose(
+        after[name][..., 0], np.asarray(changed[name][..., 0], np.float32), rtol=0.2
+    )
+    if kind not in ("nvfp4", "fp8_channel"):  # of which other groups have new scales, too
+        last = np.s_[..., -4:] if kind != "gpt_oss_mxfp4" else np.s_[:, -4:, 1:]
+        assert before[name][last].tobytes() == after[name][last].tobytes()
+
+
+def configured(tmp_path):
+    folder = tmp_path / "config"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def halve_values(path):
+    """Every second row of the first quantised tensor of bytes gets smaller codes in the file."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    for entry in header.values():
+        if entry.get("dtype") in ("U8", "F8_E4M3") and len(entry["shape"]) > 1:
+            start, stop = (8 + size + offset for offset in entry["data_offsets"])
+            values = np.frombuffer(data[start:stop], np.uint8).reshape(-1, entry["shape"][-1])
+            if values.shape[1] < 32:
+                continue
+            values = values.copy()
+            values[::2] &= 0b10110011 if entry["dtype"] == "U8" else 0b11011111
+            path.write_bytes(data[:start] + values.tobytes() + data[stop:])
+            return
+
+
+def test_the_configuration_says_it(tmp_path):
+    source = configured(tmp_path)
+    osl.save(tmp_path / "out", model(), config=source, options=quantized("fp8_block"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    said = config.pop("quantization_config")
+    assert config == {"model_type": "llama", "hidden_size": 64}
+    assert said["quant_method"] == "compressed-tensors"
+    assert said["ignore"] == ["model.embed_tokens"]
+    weights = said["config_groups"]["group_0"]["weights"]
+    assert (weights["strategy"], weights["block_structure"]) == ("block", [128, 128])
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    # Another format replaces what it says.
+    osl.save(tmp_path / "next", model(), config=tmp_path / "out", options=quantized("deepseek_fp8"))
+    config = json.loads((tmp_path / "next" / "config.json").read_text())
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.embed_tokens"],
+    }
+
+
+def test_modules_are_chosen_by_patterns(tmp_path):
+    tensors = model() | {"model.layers.1.mlp.up_proj.weight": np.ones((32, 128), BF16)}
+    options = quantized("mxfp4", modules=["*.up_proj", "*embed*"], ignore="*.layers.1.*")
+    osl.save(tmp_path / "out", tensors, options=options)
+    packed = {name for name in osl.metadata(tmp_path / "out") if name.endswith("_packed")}
+    assert packed == {f"{UP}.weight_packed", "model.embed_tokens.weight_packed"}
+
+
+def test_other_tensors_have_the_dtype_of_the_options(tmp_path):
+    options = osl.WriteOptions(quantize=osl.Quantization("int4"), dtype="bfloat16")
+    tensors = {name: np.asarray(t, np.float32) for name, t in model().items()}
+    osl.save(tmp_path / "out", tensors, options=options)
+    dtypes = {name: leaf.dtype.name for name, leaf in osl.metadata(tmp_path / "out").items()}
+    assert dtypes["model.norm.weight"] == dtypes[f"{UP}.weight_scale"] == "bfloat16"
+    assert dtypes[f"{UP}.weight_shape"] == "int64"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e30, 3e38])
+def test_values_of_any_magnitude(tmp_path, kind, scale):
+    weight = np.random.default_rng(1).uniform(-1, 1, (16, 128)).astype(np.float32)
+    weight = (weight * np.float32(scale)).astype(np.float32)
+    osl.save(tmp_path / "out", {f"{UP}.weight": weight}, options=quantized(kind))
+    again = decoded(tmp_path / "out")[f"{UP}.weight"]
+    assert np.isfinite(again).all()
+    assert np.abs(again - weight).max() <= np.abs(weight).max() / 3
+
+
+def test_plans_know_it():
+    leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    tree = {f"{UP}.weight": leaf}
+    plan = osl.plan_save(tree, options=quantized("nvfp4"))
+    values, header = 4096 * 4096, 8192
+    assert 0 < plan.cost().written_bytes - values * (1 / 2 + 1 / 16) <= header
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "said"),
+    [
+        (model(), quantized("mxfp4", modules="*.none"), osl.MappingError, "no weight is of a modu"),
+        (model(columns=40), quantized("mxfp4"), osl.MappingError, "columns .* are not groups of 3"),
+        (
+            {f"{UP}.weight": np.array([[1, np.nan] * 16], BF16)},
+            quantized("fp8_channel"),
+            osl.SafetensorsLayoutError,
+            "not finite",
+        ),
+        (
+            {f"{UP}.weight": np.ones(32, BF16)},
+            quantized("fp8_channel"),
+            osl.MappingError,
+            "rows and columns",
+        ),
+        (
+            {**model(), f"{UP}.weight_packed": np.ones(3, BF16)},
+            quantized("mxfp4"),
+            osl.MappingError,
+            "two tensors",
+        ),
+        ({**model(), "step": 3}, quantized("mxfp4"), osl.MappingError, "takes arrays alone"),
+        (
+            model(),
+            osl.WriteOptions(quantize=osl.Quantization("mxfp4"), layout="sharded"),
+            osl.InvalidArgumentError,
+            "layout 'hf'",
+        ),
+    ],
+)
+def test_refusals(tmp_path, tensors, options, error, said):
+    with pytest.raises(error, match=said):
+        osl.save(tmp_path / "out", tensors, options=options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_arguments_are_checked(tmp_path):
+    for arguments in (("fp9",), ("int4", "*", (), 12), ("int4", "[")):
+        with pytest.raises(osl.InvalidArgumentError):
+            osl.Quantization(*arguments)
+    with pytest.raises(ValueError, match=r"osl\.Quantization"):
+        osl.WriteOptions(quantize="fp8_block")
+    osl.save(tmp_path / "plain", model())
+    with pytest.raises(osl.MappingError, match="no quantised weights"):
+        osl.Quantization.like(tmp_path / "plain")
+    layout = osl.WriteOptions(layout="sharded")
+    osl.save(tmp_path / "pieces", model(), options=layout)
+    with pytest.raises(osl.InvalidArgumentError, match="quantize"):
+        osl.consolidate(tmp_path / "pieces", options=quantized("mxfp4"))
+
+
+def test_steps_are_never_quantised(tmp_path):
+    handler = osl.SafetensorsCheckpointHandler(write=quantized("mxfp4"))
+    with ocp.Checkpointer(handler) as checkpointer, pytest.raises(Exception, match=r"osl\.save"):
+        checkpointer.save(tmp_path / "step", args=osl.SafetensorsSave(model()))
