@@ -31,6 +31,7 @@ from orbax_safetensors_layout.conversion import (
     mapped_tree,
     plain_tree,
     rerooted,
+    target_expressions,
 )
 from orbax_safetensors_layout.errors import (
     CheckpointExistsError,
@@ -39,6 +40,7 @@ from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
 )
 from orbax_safetensors_layout.mapping import (
+    BoundExpr,
     Mapping as LeafMapping,
     dequantized,
     fingerprint,
@@ -47,11 +49,13 @@ from orbax_safetensors_layout.mapping import (
 from orbax_safetensors_layout.options import (
     ConvertOptions,
     PathLike,
+    Quantizes,
     ReadOptions,
     WriteOptions,
     given_or_default,
     require,
 )
+from orbax_safetensors_layout.plan import tensors_to_write
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
@@ -90,6 +94,7 @@ def convert(
     mapping: LeafMapping | None = None,
     inverse: bool | None = None,
     dequantize: str | None = None,
+    quantize: Quantizes | None = None,
     mesh: Any = None,
     spec: Sequence[str | ShardingRule] = (),
     processes: int = 1,
@@ -120,6 +125,8 @@ def convert(
             is `"hf"` and the source is not.
         dequantize: In place of a mapping, the dtype that quantised weights are decoded to; see
             `dequantized`. What a `config.json` says of their quantisation is then left out.
+        quantize: An `osl.Quantization`: the weights of format `"hf"` that are written quantised,
+            and how; see `WriteOptions`. Each is read for its values, and again for its scales.
         mesh: The devices that the target is cut for: axis names and sizes, or a mesh of JAX, which
             may be abstract. The chunks of an Orbax checkpoint, or the pieces of layout `sharded`,
             are then the shards. It does not count for format `"hf"`.
@@ -183,11 +190,20 @@ def convert(
         arrays = arrays_of(tree)
         if not jax.tree.leaves(tree):
             raise CheckpointNotFoundError("the source has no leaves to convert", file=ref.path)
+        if quantize is not None and kind != "hf":
+            raise InvalidArgumentError(
+                f"quantize is for format 'hf', not for {kind!r}", file=ref.path
+            )
         mapping, inverts = _mapping(ref.path, reader.kind, kind, mapping, inverse, dequantize)
-        if mapping is None:
+        expressions: dict[str, BoundExpr] = {}
+        if mapping is None and quantize is None:
             target_tree = plain_tree(tree)
         else:
-            target_tree = mapped_tree(tree, mapping, inverse=inverts)
+            expressions = target_expressions(tree, mapping, inverse=inverts)
+            stored = expressions
+            if quantize is not None:
+                stored = tensors_to_write(expressions, options.dtype, quantize)
+            target_tree = mapped_tree(stored, is_flat=inverts or quantize is not None)
         topology = _topology(mesh, spec, processes)
         if kind == "orbax" and config is not None:
             logging.warning(
@@ -197,7 +213,7 @@ def convert(
             logging.warning("Format 'hf' has whole tensors: mesh, spec and processes do not count.")
             topology = None
         block_bytes = conversion_block_bytes(folder, options.memory_budget_bytes, restart=restart)
-        mapping_digest = mapping and fingerprint(mapping)
+        arguments = mapping and fingerprint(mapping), inverts, subtree, quantize and repr(quantize)
         planned: Target
         sidecar_files: dict[str, bytes] = {}
         if kind == "orbax":
@@ -216,18 +232,20 @@ def convert(
             sidecar_files = _sidecar_files(reader, config)
             if dequantize is not None:
                 sidecar_files = plain_configurations(sidecar_files)
-            identity = (reader.identity(), mapping_digest, inverts, subtree, options.dtype)
+            if quantize is not None:
+                sidecar_files = quantize.configured(sidecar_files, expressions)
+            identity = (reader.identity(), *arguments, options.dtype)
             planned = FilesTarget(
                 target_tree,
                 reader,
                 WriteOptions(
                     layout=kind,
-                    dtype=options.dtype,
+                    dtype=options.dtype if quantize is None else None,
                     max_file_bytes=options.max_file_bytes,
                     metadata={**reader.metadata, **options.metadata},
                 ),
                 topology,
-                is_tree=mapping is None and reader.is_recorded,
+                is_tree=mapping is None and quantize is None and reader.is_recorded,
                 identity=hashlib.sha256(repr(identity).encode()).hexdigest(),
                 sidecar_files=sidecar_files,
             )
@@ -243,7 +261,7 @@ def convert(
                 options,
                 block_bytes,
                 restart=restart,
-                arguments=(mapping_digest, inverts, subtree),
+                arguments=arguments,
                 reopen=lambda path: open_reader(resolve_checkpoint(path), reading),
                 is_replaced=lambda name: is_whole or appearance_rank(name) is not None,
             )

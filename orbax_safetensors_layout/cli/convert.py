@@ -49,6 +49,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="decode quantised weights of every known format to this dtype, as bfloat16",
     )
     add(
+        "--quantize",
+        metavar="FORMAT",
+        help="write weights quantised: fp8_block, fp8_channel, deepseek_fp8, int4, mxfp4, nvfp4 or"
+        " gpt_oss_mxfp4",
+    )
+    for name, effect in (
+        ("only", "modules that are, by default '*_proj' and '*_proj_*'"),
+        ("not", "modules that are not"),
+    ):
+        add(f"--quantize-{name}", action="append", metavar="GLOB", help=f"{effect}; repeatable")
+    add(
         "--config",
         metavar="FOLDER",
         help="of the model's config.json and tokenizer, for a ready mapping and to be put beside"
@@ -101,6 +112,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         format=parsed.format,
         mapping=_mapping(parsed),
         dequantize=parsed.dequantize,
+        quantize=_quantization(parsed),
         mesh=parsed.mesh,
         spec=sharding_rules(parsed.spec),
         processes=parsed.hosts,
@@ -128,6 +140,18 @@ def _mapping(parsed: argparse.Namespace) -> Any:
         return None
     mapping = find_mapping(parsed.mapping, parsed.config or parsed.source)
     return mapping.like(parsed.config, leave_out=parsed.leave_out) if parsed.leave_out else mapping
+
+
+def _quantization(parsed: argparse.Namespace) -> Any:
+    only, left = parsed.quantize_only, parsed.quantize_not
+    if parsed.quantize is None:
+        if only or left:
+            raise ValueError("--quantize-only and --quantize-not go with --quantize")
+        return None
+    from orbax_safetensors_layout.mapping import Quantization
+
+    modules = {} if only is None else {"modules": only}
+    return Quantization(parsed.quantize, ignore=left or (), **modules)
 
 
 def _resume(parsed: argparse.Namespace) -> str:

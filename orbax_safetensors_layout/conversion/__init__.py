@@ -16,4 +16,4 @@ from .consolidate import consolidate
 from .files import FilesTarget
 from .pipeline import Conversion, conversion_block_bytes
 from .target import FINISHED, LeafRegion, Target, TargetArray
-from .target_tree import Topology, arrays_in, mapped_tree, plain_tree
+from .target_tree import Topology, arrays_in, mapped_tree, plain_tree, target_expressions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,13 @@ from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
     listed,
 )
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping, TensorSpec, check_mapping
+from orbax_safetensors_layout.mapping import (
+    BoundExpr,
+    Mapping as LeafMapping,
+    TensorSpecs,
+    check_mapping,
+    whole_tensor,
+)
 from orbax_safetensors_layout.pytree import abstract_array, nested_dicts, prng
 from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
 
@@ -38,25 +44,33 @@ def plain_tree(tree: Any) -> Any:
     return jax.tree.map(plain, tree)
 
 
-def mapped_tree(tree: Any, mapping: LeafMapping, *, inverse: bool) -> dict[str, Any]:
-    """Return the tree of a target whose arrays a mapping makes of those of a source's tree.
+def target_expressions(
+    tree: Any, mapping: LeafMapping | None, *, inverse: bool
+) -> dict[str, BoundExpr]:
+    """Return the arrays of a target, by name, over those of a source's tree.
 
-    It is nested dicts, a model, or with `inverse` a flat dict of tensors that the mapping takes.
+    With `inverse` they are tensors that the mapping takes; without a mapping the source's own.
     """
-    check_mapping(mapping)
     values = [*values_of(tree)]
     if values:
         raise MappingError(
             f"a mapping takes arrays alone, unlike these leaves: {listed(map(repr, values))}",
             hint="Say which part of the tree is the parameters with subtree= (--subtree).",
         )
-    specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays_of(tree).items()}
-    bound = mapping.inverse().bind(specs) if inverse else mapping.bind(specs)
+    specs = TensorSpecs({n: (array.shape, array.dtype) for n, array in arrays_of(tree).items()})
+    if mapping is None:
+        return {name: whole_tensor(name, specs) for name in specs}
+    check_mapping(mapping)
+    return (mapping.inverse().bind(specs) if inverse else mapping.bind(specs)).expressions
+
+
+def mapped_tree(expressions: Mapping[str, BoundExpr], *, is_flat: bool) -> dict[str, Any]:
+    """Return the tree of a target with these arrays: nested dicts, a model, or a flat one."""
     arrays = {
         name: TargetArray(name, expr.shape, expr.dtype, "jax", expr)
-        for name, expr in bound.expressions.items()
+        for name, expr in expressions.items()
     }
-    return arrays if inverse else nested_dicts(arrays)
+    return arrays if is_flat else nested_dicts(arrays)
 
 
 class Topology:

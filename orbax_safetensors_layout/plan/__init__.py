@@ -38,4 +38,5 @@ from .writes import (
     plan_consolidation,
     plan_mapped_writes,
     plan_writes,
+    tensors_to_write,
 )

@@ -41,7 +41,7 @@ from orbax_safetensors_layout.mapping import (
     row_major,
     whole_tensor,
 )
-from orbax_safetensors_layout.options import WriteOptions, is_floating
+from orbax_safetensors_layout.options import Quantizes, WriteOptions, is_floating
 from orbax_safetensors_layout.sharding import GlobalShards
 
 from .cost import Cost
@@ -231,7 +231,7 @@ def plan_mapped_writes(
         plain: dict[str, BoundExpr] = {name: whole_tensor(name, specs) for name in specs}
     else:
         plain = mapping.inverse().bind(specs).expressions
-    for name, expr in _stored(plain, options).items():
+    for name, expr in tensors_to_write(plain, options.dtype, options.quantize).items():
         shape, expr = expr.shape, row_major(expr)
         expressions[name] = expr
         size = math.prod(shape)
@@ -253,10 +253,11 @@ def plan_mapped_writes(
     return plan, MappedTensors(expressions, held, plain)
 
 
-def _stored(plain: dict[str, BoundExpr], options: WriteOptions) -> dict[str, BoundExpr]:
-    """Return the tensors of the files, quantised or in another dtype where options say so."""
-    dtype = options.dtype
-    tensors = plain if options.quantize is None else options.quantize.apply(plain, dtype)
+def tensors_to_write(
+    plain: Mapping[str, BoundExpr], dtype: np.dtype | None, quantize: Quantizes | None
+) -> dict[str, BoundExpr]:
+    """Return the tensors of the files, quantised or in another dtype where these say so."""
+    tensors = dict(plain) if quantize is None else quantize.apply(plain, dtype)
     if dtype is None:
         return tensors
     cast = {name for name, expr in plain.items() if is_floating(expr.dtype)}

@@ -14,6 +14,7 @@ from meshes import any_sharding, mesh_of
 from programs import run_processes
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli import main
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -307,3 +308,55 @@ def test_steps_are_never_quantised(tmp_path):
     handler = osl.SafetensorsCheckpointHandler(write=quantized("mxfp4"))
     with ocp.Checkpointer(handler) as checkpointer, pytest.raises(Exception, match=r"osl\.save"):
         checkpointer.save(tmp_path / "step", args=osl.SafetensorsSave(model()))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_conversions_write_what_saves_do(tmp_path, kind):
+    tensors = model(rows=640)
+    osl.save(tmp_path / "expected", tensors, config=configured(tmp_path), options=quantized(kind))
+    osl.save(tmp_path / "plain", tensors, config=configured(tmp_path))
+    options = osl.ConvertOptions(memory_budget_bytes=2 << 20)
+    how = {"quantize": osl.Quantization(kind), "options": options}
+    osl.convert(tmp_path / "plain", tmp_path / "out", format="hf", **how)
+    # A model's side of a mapping, in Orbax's format.
+    mapping = osl.Mapping(
+        [
+            osl.rule("up", osl.tensor(f"{UP}.weight").transpose()),
+            osl.rule("embed", osl.tensor("model.embed_tokens.weight")),
+            osl.rule("norm", osl.tensor("model.norm.weight")),
+        ]
+    )
+    osl.convert(tmp_path / "plain", tmp_path / "orbax", mapping=mapping)
+    osl.convert(
+        tmp_path / "orbax", tmp_path / "back", mapping=mapping, config=tmp_path / "config", **how
+    )
+    again = ["convert", str(tmp_path / "plain"), str(tmp_path / "by"), "--format", "hf", "-q"]
+    assert main([*again, "--quantize", kind, "--memory-budget", "2MiB"]) == 0
+    expected = decoded(tmp_path / "expected")
+    for folder in ("out", "back", "by"):
+        stored = decoded(tmp_path / folder)
+        assert {n: t.tobytes() for n, t in stored.items()} == {
+            n: t.tobytes() for n, t in expected.items()
+        }
+        config = (tmp_path / folder / "config.json").read_bytes()
+        assert config == (tmp_path / "expected" / "config.json").read_bytes()
+    with pytest.raises(osl.InvalidArgumentError, match="format 'hf'"):
+        osl.convert(tmp_path / "plain", tmp_path / "no", format="orbax", **how)
+
+
+def test_a_conversion_of_a_quantised_folder_to_another_format(tmp_path):
+    tensors = model()
+    osl.save(tmp_path / "fp8", tensors, config=configured(tmp_path), options=quantized("fp8_block"))
+    osl.convert(
+        tmp_path / "fp8",
+        tmp_path / "int4",
+        format="hf",
+        dequantize="float32",
+        quantize=osl.Quantization("int4"),
+    )
+    plain = {name: tensor for name, tensor in decoded(tmp_path / "fp8").items() if "_proj" in name}
+    osl.save(tmp_path / "expected", plain, options=quantized("int4"))
+    for name, tensor in decoded(tmp_path / "expected").items():
+        assert tensor.tobytes() == decoded(tmp_path / "int4")[name].tobytes()
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "pack-quantized"
