@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import orbax_safetensors_layout as osl
@@ -66,6 +67,9 @@ def test_a_family_of_a_configuration_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     mapping = find_mapping("mistral:plain", tmp_path / "config.json")
     assert repr(mapping) == repr(osl.families.mistral(config))
+    osl.save(tmp_path, {"other": np.ones(1)})
+    mapping = find_mapping("mistral:plain", tmp_path / "model.safetensors")
+    assert repr(mapping) == repr(osl.families.mistral(tmp_path))
     with pytest.raises(osl.MappingError, match=r"mistral is asked for, .* model_type is 'llama'"):
         find_mapping("mistral:plain", CONFIG)
 

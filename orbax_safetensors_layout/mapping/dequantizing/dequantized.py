@@ -23,7 +23,7 @@ from orbax_safetensors_layout.storage import join, read_range
 
 from ..expr.expression import Expr, tensor
 from ..expr.values import as_dtype
-from ..families.config import read_config
+from ..families.config import folder_of, read_config
 from ..matching import Rule, rule
 from ..names import NameTree
 from ..rules import Mapping
@@ -148,9 +148,7 @@ def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
 
 def configured_quantization(catalog: Catalog) -> dict[str, dict[str, Any]]:
     """Return what the files beside a checkpoint say of its quantisation, by file and key."""
-    folder = (
-        catalog.path.rpartition("/")[0] if catalog.path.endswith(".safetensors") else catalog.path
-    )
+    folder = folder_of(catalog.path)
     configured: dict[str, dict[str, Any]] = {}
     for file, keys in _CONFIGS:
         with contextlib.suppress(CheckpointNotFoundError):

@@ -24,13 +24,13 @@ _MAX_FILE_BYTES = 8 << 20  # the largest published ones, with names of 20,000 cl
 
 
 def read_config(path: str | os.PathLike[str], *, storage: Storage | None = None) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint's folder, or the one at a path, of a `storage`."""
+    """Return the `config.json` of a checkpoint's folder or file, or the one at a path."""
     if storage is None:
         opened, path = open_storage(path)
         with opened:
             return read_config(path, storage=opened)
     text = os.fspath(path)
-    file = text if text.endswith(".json") else join(text, CONFIG_FILE)
+    file = text if text.endswith(".json") else join(folder_of(text), CONFIG_FILE)
     data = read_file(storage, file, "a model's configuration", most_bytes=_MAX_FILE_BYTES)
     try:
         config = json.loads(data)
@@ -39,6 +39,11 @@ def read_config(path: str | os.PathLike[str], *, storage: Storage | None = None)
     if not isinstance(config, dict):
         raise FormatError("a model's configuration is not a JSON object", file=file)
     return config
+
+
+def folder_of(path: str) -> str:
+    """Return the folder of a checkpoint, which may be a safetensors file in it."""
+    return (os.path.dirname(path) or ".") if path.endswith(".safetensors") else path
 
 
 def stored_names(config: Config) -> Sequence[str]:
