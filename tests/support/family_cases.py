@@ -19,7 +19,6 @@ FAMILY |= {
 }
 ONLY_PLAIN = (
     *(
-        "deepseek_v32",
         "glm4_moe",
         "olmo2",
         "phi3",
@@ -37,7 +36,8 @@ NOT_IN_MAXTEXT = (
 )
 NOT_IN_TUNIX = (
     *("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral"),
-    *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "gpt_oss", "olmo3", "gemma4"),
+    *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32"),
+    *("gpt_oss", "olmo3", "gemma4"),
 )
 
 CASES = [

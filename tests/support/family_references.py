@@ -312,15 +312,19 @@ def maxtext_layer(family, x, rope="default"):
         leaves["pre_self_attention_layer_norm.scale"] = norm("input_layernorm")
         leaves["post_self_attention_layer_norm.scale"] = norm("post_attention_layernorm")
     attention = {"gpt_oss": "GptOssAttention", "olmo3": "attention"}.get(family, "self_attention")
-    deepseek = family in ("deepseek_v2", "deepseek_v3")
+    deepseek = family in ("deepseek_v2", "deepseek_v3", "deepseek_v32")
     if deepseek:
         names = {"q": "query", "q_a": "wq_a", "q_b": "wq_b", "kv_a": "wkv_a", "kv_b": "wkv_b"}
         names["o"] = "out"
         kernels = latent_kernels(x).items()
-        leaves |= {f"self_attention.{names[k]}.kernel": array for k, array in kernels}
+        leaves |= {f"self_attention.{names.get(k, k)}.kernel": array for k, array in kernels}
         leaves["self_attention.kv_norm.scale"] = x("self_attn.kv_a_layernorm.weight")
         if "self_attn.q_a_layernorm.weight" in x:
             leaves["self_attention.q_norm.scale"] = x("self_attn.q_a_layernorm.weight")
+        if family == "deepseek_v32":
+            key_norm = "self_attn.indexer.k_norm"
+            leaves["self_attention.indexer.k_norm.scale"] = x(f"{key_norm}.weight")
+            leaves["self_attention.indexer.k_norm.bias"] = x(f"{key_norm}.bias")
     else:
         kernels = attention_kernels(x)
         if rope == "llama3":
@@ -354,7 +358,7 @@ def maxtext_layer(family, x, rope="default"):
     if deepseek and "mlp.gate.weight" in x:
         block, n = "DeepSeekMoeBlock_0.", x("mlp.gate.weight").shape[0]
         leaves[f"{block}MoeBlock_0.gate.kernel"] = x.linear("mlp.gate")
-        if family == "deepseek_v3":
+        if family != "deepseek_v2":
             leaves[f"{block}MoeBlock_0.gate.bias"] = x("mlp.gate.e_score_correction_bias")
         for k, v in mlp.items():
             leaves[f"{block}MoeBlock_0.{k}"] = x.experts(f"mlp.experts.{{}}.{v}.weight", n)
@@ -413,7 +417,7 @@ def _maxtext_layers(family, config, layers, scan, axis):
                     pair[f"{module}_{kind}.{rest}"] = array
             pairs.append(pair)
         layers = pairs
-    if family in ("deepseek_v2", "deepseek_v3"):
+    if family in ("deepseek_v2", "deepseek_v3", "deepseek_v32"):
         k = config["first_k_dense_replace"]
         bias = "DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
         if scan:

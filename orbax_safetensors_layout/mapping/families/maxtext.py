@@ -21,12 +21,12 @@ from .tensors import fused_experts, layer_tensors
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "mixtral"),
-    *("deepseek_v2", "deepseek_v3", "gpt_oss", "olmo3"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "olmo3"),
 )
 _NAMES = (
     (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),
     (r"norm\.weight", "norm.scale"),
-    ("weight", "kernel"),
+    (r"\bweight\b", "kernel"),
     ("input_layernorm", "pre_self_attention_layer_norm"),
     ("post_attention_layernorm", "post_self_attention_layer_norm"),
     (r"self_attn\.q_norm", "self_attention.query_norm"),
@@ -88,6 +88,7 @@ def tree(dims: Dims) -> Tree:
         "gemma3": _gemma3,
         "deepseek_v2": _deepseek,
         "deepseek_v3": _deepseek,
+        "deepseek_v32": _deepseek,
         "gpt_oss": _gpt_oss,
         "olmo3": _olmo3,
     }
@@ -112,7 +113,8 @@ def _steps(dims: Dims, *, sparse: bool) -> dict[str, TensorStep]:
     """Return the steps of those tensors of a layer that MaxText has, with the values it has."""
     steps = layer_tensors(dims, LayerKind(sparse))
     if dims.family not in ("qwen2", "gpt_oss"):
-        steps = {name: step for name, step in steps.items() if not name.endswith(".bias")}
+        biases = [name for name in steps if name.endswith(".bias") and "indexer" not in name]
+        steps = {name: step for name, step in steps.items() if name not in biases}
     query, key = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
     if dims.family == "llama":
         # `adjust_rope` (Llama 3.1): `LLaMARotaryEmbedding` of `layers/embeddings.py` rotates pairs
@@ -215,7 +217,9 @@ def _deepseek(dims: Dims) -> tuple[LayerGroup, ...]:
     # the parameters, and `param_scan_axis` is that of parameters only (`layers/nnx_decoders.py`).
     # `param_mapping.py` still looks for it among the parameters, where it is not.
     sparse = tuple(
-        dataclasses.replace(leaf, variable="MoEBiasVar") if leaf.target.endswith("bias") else leaf
+        dataclasses.replace(leaf, variable="MoEBiasVar")
+        if leaf.target.endswith("gate.bias")
+        else leaf
         for leaf in renamed(_steps(dims, sparse=True), names)
     )
     dense = renamed(_steps(dims, sparse=False), names)
