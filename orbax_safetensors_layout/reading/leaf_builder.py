@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import python_scalar
 from orbax_safetensors_layout.sharding import Placement, box_of, sharding_of
 
@@ -110,11 +111,18 @@ class LeafBuilder:
         if recipe is not None and self._put is not None:
             in_order = [values[number] for number in recipe.order]
             return self._put(recipe.aval, placement, in_order, recipe.devices)
-        array = _joined(leaf, placement, self._on_devices(leaf, placement, values))
-        if values and isinstance(placement, Sharding):
-            # The first array of a kind is made the public way; it shows how the others are made.
-            numbers = self._box_numbers(leaf, placement)
-            self._recipes[key] = _Recipe(array.aval, [*numbers], [*numbers.values()])
+        if not values or not isinstance(placement, Sharding):
+            return _joined(leaf, placement, self._on_devices(leaf, placement, values))
+        # The first array of a kind is made the public way; it shows how the others are made.
+        shape, by_box = leaf.region.source.shape, _numbers_of(leaf)
+        array = jax.make_array_from_callback(
+            shape,
+            placement,
+            lambda index: values[by_box[box_of(index or (), shape)]],
+            dtype=leaf.region.dtype,
+        )
+        numbers = self._box_numbers(leaf, placement)
+        self._recipes[key] = _Recipe(array.aval, [*numbers], [*numbers.values()])
         return array
 
     def _on_devices(
@@ -135,11 +143,15 @@ class LeafBuilder:
         """For each device of this process, in JAX's order, the number of its box."""
         shape = leaf.region.source.shape
         if (sharding, shape) not in self._numbers:
-            by_box = {box: number for number, box in enumerate(leaf.region.local.boxes)}
+            by_box = _numbers_of(leaf)
             indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
             numbers = {device: by_box[box_of(i, shape)] for device, i in indices.items()}
             self._numbers[sharding, shape] = numbers
         return self._numbers[sharding, shape]
+
+
+def _numbers_of(leaf: ResolvedLeaf) -> dict[Box, int]:
+    return {box: number for number, box in enumerate(leaf.region.local.boxes)}
 
 
 def _joined(leaf: ResolvedLeaf, placement: Placement, shards: Mapping[Any, jax.Array]) -> jax.Array:

@@ -147,15 +147,15 @@ class Pages:
         start = 0
         with self._lock, contextlib.suppress(OSError):  # a kernel without huge pages
             self._first = self._first or weakref.ref(memory)
+            memory.madvise(mmap.MADV_HUGEPAGE)
             if self._first() is None:
-                memory.madvise(mmap.MADV_HUGEPAGE)
                 return view
             while start < nbytes:
                 if not self._left_bytes:
-                    memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes - start)
                     self._begin_stretch(view[start:])
                 length = min(self._left_bytes, nbytes - start)
-                memory.madvise(self._advice, start, length)
+                if self._advice == mmap.MADV_NOHUGEPAGE:
+                    memory.madvise(self._advice, start, length)
                 self._left_bytes -= length
                 start += length
         return view
