@@ -299,6 +299,8 @@ def maxtext_layer(family, x, rope="default"):
         weight = x(f"{name}.weight")
         return weight.astype(F32) + F32(1) if gemma else weight
 
+    if family == "qwen3_next":
+        return maxtext_qwen3_next(x)
     leaves = {}
     if gemma:
         leaves["pre_self_attention_norm.scale"] = norm("input_layernorm")
@@ -379,6 +381,35 @@ def maxtext_layer(family, x, rope="default"):
     return leaves
 
 
+def maxtext_qwen3_next(x):
+    """One layer as the hooks of `QWEN3_NEXT_MAXTEXT_TO_HF_PARAM_HOOK_FN` turn it over."""
+    names = ("input_layernorm", "post_attention_layernorm")
+    leaves = {f"{name}.scale": x(f"{name}.weight") for name in names}
+    if "linear_attn.A_log" in x:
+        leaves["attention.A_log"] = x("linear_attn.A_log")
+        leaves["attention.dt_bias"] = x("linear_attn.dt_bias")
+        leaves["attention.norm.rms_norm.scale"] = x("linear_attn.norm.weight")
+        leaves["attention.conv1d.kernel"] = x("linear_attn.conv1d.weight").transpose(2, 1, 0)
+        for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
+            leaves[f"attention.{name}.kernel"] = x.linear(f"linear_attn.{name}")
+    else:
+        hidden = x.c["hidden_size"]
+        for name, to, heads in (("q", "query", x.heads), ("k", "key", x.kv), ("v", "value", x.kv)):
+            kernel = x.linear(f"self_attn.{name}_proj").reshape(hidden, heads, -1)
+            leaves[f"attention.attention.{to}.kernel"] = kernel
+        out = x.linear("self_attn.o_proj")
+        leaves["attention.attention.out.kernel"] = out.reshape(x.heads, -1, hidden)
+        leaves["attention.attention.query_norm.scale"] = x("self_attn.q_norm.weight")
+        leaves["attention.attention.key_norm.scale"] = x("self_attn.k_norm.weight")
+    n = x("mlp.gate.weight").shape[0]
+    leaves["mlp.routed_experts.gate.kernel"] = x.linear("mlp.gate")
+    leaves["mlp.shared_expert_gate.kernel"] = x.linear("mlp.shared_expert_gate")
+    for name, to in (("gate_proj", "wi_0"), ("up_proj", "wi_1"), ("down_proj", "wo")):
+        leaves[f"mlp.shared_expert.{to}.kernel"] = x.linear(f"mlp.shared_expert.{name}")
+        leaves[f"mlp.routed_experts.{to}"] = x.experts(f"mlp.experts.{{}}.{name}.weight", n)
+    return leaves
+
+
 def maxtext(family, config, tensors, scan, axis=1):
     embedding, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
     root = np.sqrt(config["hidden_size"])
@@ -439,6 +470,15 @@ def _maxtext_layers(family, config, layers, scan, axis):
         for i, layer in enumerate(layers[whole:]):
             leaves |= one(f"decoder.layers_remainder.layers_{i}.", layer)
         return leaves
+    if family == "qwen3_next":
+        length = config["layer_types"].index("full_attention") + 1
+        blocks = [layers[i : i + length] for i in range(0, len(layers), length)]
+        for name in blocks[0][0]:  # [.., blocks, layers of each, ..]
+            at = min(axis, blocks[0][0][name].ndim)
+            local = np.stack([np.stack([p[name] for p in b[:-1]], at) for b in blocks], at)
+            leaves[f"decoder.layers.local_layers.{name}"] = local
+        full = [block[-1] for block in blocks]
+        return leaves | stacked("decoder.layers.global_layer.", full, axis)
     cycle = {"gpt_oss": 2, "olmo3": 4}.get(family)
     if cycle:
         for i in range(cycle):

@@ -98,6 +98,10 @@ class MappingBuilder:
             axis = 0
         expr = self._leaf(leaf, f"{self.prefix}layers.{{i}}.")
         expr = stack(expr, over="i", axis=axis, indices=group.indices)
+        if group.inner:
+            names = [f"a{n}" for n in range(rank)]
+            split = " ".join([*names[:axis], "(b n)", *names[axis:]])
+            expr = expr.rearrange(f"{split} -> {split.replace('(b n)', 'b n')}", n=group.inner)
         return rule(self._root(leaf) + group.scanned + leaf.target, expr)
 
     def _root(self, leaf: FamilyLeaf) -> str:

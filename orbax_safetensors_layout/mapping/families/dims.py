@@ -120,12 +120,14 @@ class Dims:
             what = f"{target} has no {self.family} whose layers are partly dense"
             raise MappingError(what, found=f"dense layers {list(self.dense)} of {self.layers}")
 
-    def check_cycle(self, target: str, length: int, *, rest: bool = False) -> None:
+    def check_cycle(
+        self, target: str, length: int, *, rest: bool = False, local: str = "sliding"
+    ) -> None:
         """Refuses layer types but the cycle of `target`, local layers and a global one."""
         if self.layers % length and not rest:
             raise MappingError(f"{target}'s {self.family} needs a multiple of {length} layers")
         for i, kind in enumerate(self.layer_types):
-            expected = "sliding_attention" if (i + 1) % length else "full_attention"
+            expected = f"{local if (i + 1) % length else 'full'}_attention"
             if kind != expected:
                 what = f"the type of layer {i} is not that of {target}'s {self.family}"
                 raise MappingError(what, expected=expected, found=short_repr(kind))

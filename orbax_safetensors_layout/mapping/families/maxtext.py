@@ -16,12 +16,12 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
 from .dims import Dims, LayerKind
-from .steps import EMBEDDING, VECTOR, FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
+from .steps import EMBEDDING, LINEAR, VECTOR, FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
 from .tensors import fused_experts, layer_tensors
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "mixtral"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "olmo3"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "olmo3", "qwen3_next"),
 )
 _NAMES = (
     (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),
@@ -66,6 +66,16 @@ _DEEPSEEK_NAMES = (
     ("e_score_correction_bias", "bias"),
 )
 
+_QWEN3_NEXT_NAMES = (
+    (r"linear_attn\.norm\.weight", "attention.norm.rms_norm.scale"),
+    ("linear_attn", "attention"),
+    (r"self_attn\.q_norm", "attention.attention.query_norm"),
+    (r"self_attn\.k_norm", "attention.attention.key_norm"),
+    ("self_attn", "attention.attention"),
+    (r"^mlp\.(gate|experts)\b", r"mlp.routed_experts.\1"),
+    *(pair for pair in _NAMES if "layernorm" not in pair[0]),
+)
+
 # `scale_query_layer` (Llama 3.1, Mixtral, Gemma 2) and `llama_or_mistral_ckpt.py` divide queries:
 # `init_query_w` of `layers/attentions.py` folds it into the kernel where a model has neither norms
 # of queries nor a `query_pre_attn_scalar`. For Gemma 2 the hook takes the head's size, which is
@@ -91,6 +101,7 @@ def tree(dims: Dims) -> Tree:
         "deepseek_v32": _deepseek,
         "gpt_oss": _gpt_oss,
         "olmo3": _olmo3,
+        "qwen3_next": _qwen3_next,
     }
     if dims.family in ("gemma2", "gemma3"):
         # Rows are multiplied by sqrt(hidden) when they are converted, not when they are used: in
@@ -199,6 +210,33 @@ def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
     leaves = renamed(_steps(dims, sparse=True), (*_GPT_OSS_NAMES, *_NAMES))
     leaves += fused_experts(("wi_0", "wi_1", "wo"), "GptOssMlp.{}", "GptOssMlp.{}_bias")
     return _cycle(_GPT_OSS_CYCLE, dims.layers, leaves)
+
+
+def _qwen3_next(dims: Dims) -> tuple[LayerGroup, ...]:
+    """Blocks of linear layers, which are scanned within their block, and a full one."""
+    if dims.dense:
+        what = "some layers have no experts, as all of MaxText's qwen3_next have"
+        raise MappingError(what, found=f"layers {short_repr([*dims.dense])}")
+    length = [*dims.layer_types, "full_attention"].index("full_attention") + 1
+    dims.check_cycle("MaxText", length, local="linear")
+    groups = []
+    for kind, name in (("linear", "local_layers"), ("full", "global_layer")):
+        steps = layer_tensors(dims, LayerKind(sparse=True, attention=kind))
+        if kind == "linear":  # `Qwen3NextGatedDeltaNet` of `models/qwen3.py` keeps heads together
+            projections = ("in_proj_qkvz", "in_proj_ba", "out_proj")
+            steps |= {f"linear_attn.{projection}.weight": LINEAR for projection in projections}
+        groups.append(
+            LayerGroup(
+                f"decoder.layers.{name}.",
+                "decoder.layers_{n}.",
+                tuple(
+                    i for i in range(dims.layers) if (i % length == length - 1) == (kind == "full")
+                ),
+                renamed(steps, _QWEN3_NEXT_NAMES),
+                inner=length - 1 if kind == "linear" else 0,
+            )
+        )
+    return tuple(groups)
 
 
 def _cycle(length: int, layers: int, leaves: tuple[FamilyLeaf, ...]) -> tuple[LayerGroup, ...]:

@@ -75,6 +75,7 @@ class LayerGroup:
     leaves: tuple[FamilyLeaf, ...]
     first: int | None = None  # number of the first layer if not stacked; None takes the indices
     scans: bool = True  # False if never stacked: `{n}` of `scanned` is the number then, from 0
+    inner: int = 0  # so many in succession are stacked along an axis of their own, if any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
