@@ -56,6 +56,8 @@ class Task(NamedTuple):
 
 
 PYTEST = ("-m", "pytest", "--numprocesses=auto", "--dist=loadfile")
+# Of the soak set single tests take minutes.
+LONG = ("-o", "timeout=3600", "-o", "faulthandler_timeout=3660")
 TASKS = {
     "quickstart": Task("examples", (("examples/quickstart.py",),)),
     "test": Task("test", (PYTEST,), models=True, torch_extra="test-transformers"),
@@ -228,6 +230,7 @@ def main(arguments: list[str]) -> int:
     python = prepare(task)
     # Commands run in the repository; a path is meant from where the caller is.
     given = [str(Path(a).absolute()) if Path(a).exists() else a for a in arguments[1:]]
+    given += LONG if "soak" in given else ()
     codes = [run(python, *command, *given) for command in task.commands]
     return max(codes, key=abs)
 

@@ -791,7 +791,7 @@ def test_keys_that_transformers_does_not_read(saved, name):
         if not hasattr(own, key) and (name, key) != ("gemma3", "sliding_window_pattern")
     }
     assert foreign
-    for target in ("plain", *(["maxtext"] if name in families.TARGETS["maxtext"] else [])):
+    for target in {target for case, target, _ in CASES if case == name} - {"tunix"}:
         expected = families.mapping(config, target=target)
         assert repr(families.mapping(config | foreign, target=target)) == repr(expected)
 
@@ -855,7 +855,7 @@ def test_index_only(saved):
         expressions = families.mapping(folder, target=target, scan=scan).bind(folder).expressions
         whole = all(index_only(x.pull_back(Box.whole(x.shape))) for x in expressions.values())
         counts[target, whole] += 1
-        computes = ("llama", "mistral", "mixtral", "gemma2", "gemma3")
+        computes = ("llama", "mistral", "mixtral", "gemma2", "gemma3", "gemma4")
         assert whole == (target != "maxtext" or family_of(name) not in computes)
     assert counts["plain", False] == counts["tunix", False] == 0
 

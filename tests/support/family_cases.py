@@ -14,6 +14,7 @@ FAMILY |= {
     "llama4_scout": "llama4",
     "qwen2_moe_unbiased": "qwen2_moe",
     "qwen3_next_mixed": "qwen3_next",
+    "gemma4_dense": "gemma4",
     "gemma4_moe": "gemma4",
     "gemma4_unshared": "gemma4",
 }
@@ -28,14 +29,15 @@ ONLY_PLAIN = (
         "cohere2",
         "llama4",
     ),
-    *("qwen2_moe", "qwen3_5", "qwen3_5_moe", "gemma3n"),
+    *("qwen2_moe", "qwen3_5", "gemma3n"),
 )
 NOT_IN_MAXTEXT = (
     *("llama_biased", "qwen3_moe_mixed", "qwen3_next_mixed"),
-    *("gemma4", "gemma4_moe", "gemma4_unshared"),
+    *("gemma4", "gemma4_unshared"),
 )
 NOT_IN_TUNIX = (
     *("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral", "qwen3_next", "qwen3_next_mixed"),
+    "qwen3_5_moe",
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32"),
     *("gpt_oss", "olmo3", "gemma4"),
 )

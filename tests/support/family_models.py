@@ -142,6 +142,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"vocab_size_per_layer_input": 96, "global_head_dim": 24, "sliding_window": 6}
         | {"final_logit_softcapping": 30.0},
     ),
+    "gemma4_dense": (
+        "Gemma4",
+        {"num_hidden_layers": 12, "head_dim": 16, "hidden_size_per_layer_input": 0}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 24}
+        | {"sliding_window": 6, "final_logit_softcapping": 30.0},
+    ),
     "gemma4_moe": (
         "Gemma4",
         {"num_hidden_layers": 6, "head_dim": 16, "hidden_size_per_layer_input": 0}

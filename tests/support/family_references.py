@@ -21,7 +21,7 @@ class Layer:
         self.heads = config["num_attention_heads"]
         self.kv = config["num_key_value_heads"]
         self.d = config.get("head_dim") or config["hidden_size"] // self.heads
-        own = (config.get("per_layer_config") or {}).get(str(index), {})
+        own = {int(n): c for n, c in (config.get("per_layer_config") or {}).items()}.get(index, {})
         self.d = own.get("head_dim", self.d)
         self.kv = own.get("num_key_value_heads", self.kv)
 
@@ -299,8 +299,10 @@ def maxtext_layer(family, x, rope="default"):
         weight = x(f"{name}.weight")
         return weight.astype(F32) + F32(1) if gemma else weight
 
-    if family == "qwen3_next":
-        return maxtext_qwen3_next(x)
+    if family in ("qwen3_next", "qwen3_5_moe"):
+        return maxtext_hybrid(x)
+    if family == "gemma4":
+        return maxtext_gemma4(x)
     leaves = {}
     if gemma:
         leaves["pre_self_attention_norm.scale"] = norm("input_layernorm")
@@ -381,8 +383,8 @@ def maxtext_layer(family, x, rope="default"):
     return leaves
 
 
-def maxtext_qwen3_next(x):
-    """One layer as the hooks of `QWEN3_NEXT_MAXTEXT_TO_HF_PARAM_HOOK_FN` turn it over."""
+def maxtext_hybrid(x):
+    """One layer as the hooks `QWEN3_NEXT_` and `QWEN3_5_MAXTEXT_TO_HF_PARAM_HOOK_FN` turn it."""
     names = ("input_layernorm", "post_attention_layernorm")
     leaves = {f"{name}.scale": x(f"{name}.weight") for name in names}
     if "linear_attn.A_log" in x:
@@ -390,8 +392,21 @@ def maxtext_qwen3_next(x):
         leaves["attention.dt_bias"] = x("linear_attn.dt_bias")
         leaves["attention.norm.rms_norm.scale"] = x("linear_attn.norm.weight")
         leaves["attention.conv1d.kernel"] = x("linear_attn.conv1d.weight").transpose(2, 1, 0)
-        for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
-            leaves[f"attention.{name}.kernel"] = x.linear(f"linear_attn.{name}")
+        leaves["attention.out_proj.kernel"] = x.linear("linear_attn.out_proj")
+        if "linear_attn.in_proj_qkvz.weight" in x:
+            for name in ("in_proj_qkvz", "in_proj_ba"):
+                leaves[f"attention.{name}.kernel"] = x.linear(f"linear_attn.{name}")
+        else:  # of each head of keys its queries, keys, values and gates, one after the other
+            keys, size = x.c["linear_num_key_heads"], x.c["linear_key_head_dim"]
+            qkv = x("linear_attn.in_proj_qkv.weight")
+            parts = [
+                *np.split(qkv, [keys * size, 2 * keys * size]),
+                x("linear_attn.in_proj_z.weight"),
+            ]
+            rates = [x(f"linear_attn.in_proj_{name}.weight") for name in "ba"]
+            for name, rows in (("qkvz", parts), ("ba", rates)):
+                heads = [np.concatenate([np.split(r, keys)[k] for r in rows]) for k in range(keys)]
+                leaves[f"attention.in_proj_{name}.kernel"] = np.concatenate(heads).T
     else:
         hidden = x.c["hidden_size"]
         for name, to, heads in (("q", "query", x.heads), ("k", "key", x.kv), ("v", "value", x.kv)):
@@ -410,10 +425,45 @@ def maxtext_qwen3_next(x):
     return leaves
 
 
+def maxtext_gemma4(x):
+    """One layer as `GEMMA4_MAXTEXT_TO_HF_PARAM_HOOK_FN` turns it over."""
+    kernels = attention_kernels(x)
+    names = {"q": "query", "k": "key", "v": "value", "o": "out"}
+    leaves = {f"self_attention.{names[k]}.kernel": array for k, array in kernels.items()}
+    for name, to in (
+        ("self_attn.q_norm", "self_attention.query_norm"),
+        ("self_attn.k_norm", "self_attention.key_norm"),
+        ("input_layernorm", "pre_self_attention_norm"),
+        ("post_attention_layernorm", "post_self_attention_norm"),
+        ("pre_feedforward_layernorm", "pre_ffw_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
+    ):
+        leaves[f"{to}.scale"] = x(f"{name}.weight")
+    leaves["layer_scalar"] = x("layer_scalar")
+    sparse = "router.proj.weight" in x
+    mlp = "mlp.moe_block.shared_experts" if sparse else "mlp"
+    for name, to in (("gate_proj", "wi_0"), ("up_proj", "wi_1"), ("down_proj", "wo")):
+        leaves[f"{mlp}.{to}.kernel"] = x.linear(f"mlp.{name}")
+    if sparse:
+        block = "mlp.moe_block.MoeBlock_0"
+        for place in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1"):
+            leaves[f"mlp.{place}.scale"] = x(f"{place}.weight")
+        place = "post_feedforward_layernorm_2"
+        leaves[f"mlp.{place}.scale"] = x(f"{place}.weight")
+        leaves["mlp.pre_forward_scale_2"] = x("router.scale")
+        leaves[f"{block}.per_expert_scale"] = x("router.per_expert_scale")
+        leaves[f"{block}.gate.kernel"] = x.linear("router.proj")
+        fused, down = x("experts.gate_up_proj"), x("experts.down_proj")
+        for part, to in zip(np.split(fused, 2, 1), ("wi_0", "wi_1"), strict=True):
+            leaves[f"{block}.{to}"] = part.transpose(0, 2, 1)
+        leaves[f"{block}.wo"] = down.transpose(0, 2, 1)
+    return leaves
+
+
 def maxtext(family, config, tensors, scan, axis=1):
     embedding, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
     root = np.sqrt(config["hidden_size"])
-    if family == "gemma2":
+    if family in ("gemma2", "gemma4"):
         embedding = embedding.astype(F32) * F32(root)
     if family == "gemma3":
         embedding = embedding.astype(F32) * F32(ml_dtypes.bfloat16(root))
@@ -470,15 +520,24 @@ def _maxtext_layers(family, config, layers, scan, axis):
         for i, layer in enumerate(layers[whole:]):
             leaves |= one(f"decoder.layers_remainder.layers_{i}.", layer)
         return leaves
-    if family == "qwen3_next":
+    if family == "qwen3_5_moe":
         length = config["layer_types"].index("full_attention") + 1
-        blocks = [layers[i : i + length] for i in range(0, len(layers), length)]
-        for name in blocks[0][0]:  # [.., blocks, layers of each, ..]
+        for i in range(length):
+            leaves |= stacked(f"decoder.layers.layer_{i}.", layers[i::length], axis)
+        return leaves
+    if family in ("qwen3_next", "gemma4"):
+        length = config["layer_types"].index("full_attention") + 1
+        block = "layers" if family == "qwen3_next" else "scanned_blocks"
+        whole = len(layers) // length * length
+        blocks = [layers[i : i + length] for i in range(0, whole, length)]
+        for name in blocks[0][0] if blocks else ():  # [.., blocks, layers of each, ..]
             at = min(axis, blocks[0][0][name].ndim)
             local = np.stack([np.stack([p[name] for p in b[:-1]], at) for b in blocks], at)
-            leaves[f"decoder.layers.local_layers.{name}"] = local
-        full = [block[-1] for block in blocks]
-        return leaves | stacked("decoder.layers.global_layer.", full, axis)
+            leaves[f"decoder.{block}.local_layers.{name}"] = local
+        for i, layer in enumerate(layers[whole:]):
+            leaves |= one(f"decoder.layers_remainder.layers_{i}.", layer)
+        full = [b[-1] for b in blocks]
+        return leaves | stacked(f"decoder.{block}.global_layer.", full, axis)
     cycle = {"gpt_oss": 2, "olmo3": 4}.get(family)
     if cycle:
         for i in range(cycle):

@@ -112,6 +112,9 @@ class MappingBuilder:
         return self.root
 
     def _leaf(self, leaf: FamilyLeaf, before: str) -> Expr:
+        if (joined := leaf.joined) is not None:
+            parts = [self._part(before + name, step) for name, step in joined.parts]
+            return concat(parts, 2, joined.widths).rearrange("e n w -> e (n w)", n=joined.n)
         names = (leaf.source,) if isinstance(leaf.source, str) else leaf.source
         parts = [self._part(before + name, leaf.step) for name in names]
         expr = concat(parts, 0, sizes=[1] * len(parts)) if len(parts) > 1 else parts[0]

@@ -150,6 +150,9 @@ class Section:
         items = self._checked(name, (list, tuple), "an array of integers", ())
         return tuple(self._integer(name, item, bounds) for item in items)
 
+    def names(self) -> list[str]:
+        return [str(name) for name in self._values]
+
     def section(self, name: str) -> Section | None:
         value = self.get(name)
         return None if value is None else Section(value, self.model, f"{self._path}{name}.")

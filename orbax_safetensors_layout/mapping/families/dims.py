@@ -295,8 +295,9 @@ def _full_attention(
     if layers is None:
         return full
     found: dict[str, set[tuple[int, int]]] = {}
+    numbers = {name.lstrip("0") or "0": name for name in layers.names()}  # it pads them
     for i, kind in enumerate(layer_types):
-        layer = layers.section(str(i))
+        layer = layers.section(numbers.get(str(i), ""))
         heads = kv_heads if layer is None else layer.integer("num_key_value_heads", kv_heads)
         dim = head_dim if layer is None else layer.integer("head_dim", head_dim)
         found.setdefault(kind, set()).add((heads, dim))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,13 +16,24 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
-from .dims import Dims, LayerKind
-from .steps import EMBEDDING, LINEAR, VECTOR, FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
-from .tensors import fused_experts, layer_tensors
+from .dims import Dims, LayerKind, LinearAttention
+from .steps import (
+    EMBEDDING,
+    LINEAR,
+    VECTOR,
+    FamilyLeaf,
+    JoinedKernel,
+    LayerGroup,
+    TensorStep,
+    Tree,
+    renamed,
+)
+from .tensors import fused_experts, layer_tensors, stacked_experts
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "mixtral"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "olmo3", "qwen3_next"),
+    *("qwen3_5_moe", "gemma4"),
 )
 _NAMES = (
     (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),
@@ -43,8 +55,8 @@ _NAMES = (
 _GEMMA_NAMES = (
     ("input_layernorm", "pre_self_attention_norm"),
     ("post_attention_layernorm", "post_self_attention_norm"),
-    ("pre_feedforward_layernorm", "pre_ffw_norm"),
-    ("post_feedforward_layernorm", "post_ffw_norm"),
+    (r"pre_feedforward_layernorm(?!_\d)", "pre_ffw_norm"),
+    (r"post_feedforward_layernorm(?!_\d)", "post_ffw_norm"),
 )
 _MOE_NAMES = (("block_sparse_moe", "MoeBlock_0"), (r"^mlp\.(gate|experts)\b", r"moe_block.\1"))
 _GPT_OSS_NAMES = (("self_attn", "GptOssAttention"), (r"mlp\.router", "GptOssMlp.gate"))
@@ -66,7 +78,15 @@ _DEEPSEEK_NAMES = (
     ("e_score_correction_bias", "bias"),
 )
 
-_QWEN3_NEXT_NAMES = (
+_GEMMA4_EXPERT_NAMES = (
+    (r"^mlp\.", "mlp.moe_block.shared_experts."),
+    (r"^experts\.\{e\}\.(\w+)\.weight", r"mlp.moe_block.MoeBlock_0.\1"),
+    (r"^router\.scale", "mlp.pre_forward_scale_2"),
+    (r"^router\.proj", "mlp.moe_block.MoeBlock_0.gate"),
+    (r"^router\.per_expert_scale", "mlp.moe_block.MoeBlock_0.per_expert_scale"),
+    (r"^(p\w+_feedforward_layernorm_\d)\.weight", r"mlp.\1.scale"),
+)
+_HYBRID_NAMES = (
     (r"linear_attn\.norm\.weight", "attention.norm.rms_norm.scale"),
     ("linear_attn", "attention"),
     (r"self_attn\.q_norm", "attention.attention.query_norm"),
@@ -85,6 +105,7 @@ _QUERY_SCALED = ("llama", "mistral", "mixtral", "gemma2")
 # `ROPE_INIT_FUNCTIONS` of transformers 5.23.0; which of them it is decides how heads are turned.
 _ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
+_GEMMA4_CYCLE = 6  # `attention_pattern_length` of `GEMMA4_MAXTEXT_TO_HF_PARAM_MAPPING`
 _GEMMA3_CYCLE = 6  # layers that are scanned together: `GEMMA3_ATTENTION_PATTERN` (`gemma3.py`)
 _OLMO3_CYCLE = 4  # `OLMO3_ATTENTION_PATTERN` (`olmo3.py`)
 _GPT_OSS_CYCLE = 2  # `inhomogeneous_layer_cycle_interval` of `configs/models/gpt-oss-*.yml`
@@ -101,15 +122,18 @@ def tree(dims: Dims) -> Tree:
         "deepseek_v32": _deepseek,
         "gpt_oss": _gpt_oss,
         "olmo3": _olmo3,
-        "qwen3_next": _qwen3_next,
+        "qwen3_next": _hybrid,
+        "qwen3_5_moe": _hybrid,
+        "gemma4": _gemma4,
     }
-    if dims.family in ("gemma2", "gemma3"):
+    if dims.family in ("gemma2", "gemma3", "gemma4"):
         # Rows are multiplied by sqrt(hidden) when they are converted, not when they are used: in
-        # float32 for Gemma 2 (`pad_hf_embedding_layer`), rounded to bfloat16 for Gemma 3
+        # float32 for Gemma 2 and 4 (`pad_hf_embedding_layer`), rounded to bfloat16 for Gemma 3
         # (`pad_and_scale_embedding`).
         root = math.sqrt(dims.hidden)
-        factor = float(np.float32(root) if dims.family == "gemma2" else ml_dtypes.bfloat16(root))
-        norm, embedding = _gemma_norm(VECTOR), dataclasses.replace(EMBEDDING, factor=factor)
+        factor = float(ml_dtypes.bfloat16(root) if dims.family == "gemma3" else np.float32(root))
+        embedding = dataclasses.replace(EMBEDDING, factor=factor)
+        norm = VECTOR if dims.family == "gemma4" else _gemma_norm(VECTOR)
     return Tree(
         "token_embedder.embedding",
         "decoder.logits_dense.kernel",
@@ -195,6 +219,37 @@ def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
     return (*_cycle(_GEMMA3_CYCLE, scanned, leaves), remainder)
 
 
+def _gemma4(dims: Dims) -> tuple[LayerGroup, ...]:
+    """Blocks of five local layers and a global one; those that remain are not stacked."""
+    if dims.layer_input or any(kind.reuses for kind in dims.kinds):
+        what = "MaxText's gemma4 has no inputs of single layers, and no keys of other layers"
+        raise MappingError(f"{what}: those of E2B and E4B are not ready")
+    dims.check_cycle("MaxText", _GEMMA4_CYCLE, rest=True)
+    sparse = bool(dims.sparse)
+    names = (*(_GEMMA4_EXPERT_NAMES if sparse else ()), *_GEMMA_NAMES, *_NAMES)
+    local, full = (
+        renamed(layer_tensors(dims, LayerKind(sparse, attention=kind)), names)
+        + (_renamed_leaves(stacked_experts(dims), names) if sparse else ())
+        for kind in ("sliding", "full")
+    )
+    return _blocks("decoder.scanned_blocks.", _GEMMA4_CYCLE, dims.layers, local, full)
+
+
+def _renamed_leaves(
+    leaves: tuple[FamilyLeaf, ...], names: tuple[tuple[str, str], ...]
+) -> tuple[FamilyLeaf, ...]:
+    """Return plain leaves of stacked experts with the names of those of single ones."""
+    targets = [
+        leaf.target.replace("experts.", "experts.{e}.").replace(".kernel", ".weight")
+        for leaf in leaves
+    ]
+    renaming = {leaf.source: leaf.target for leaf in renamed(dict.fromkeys(targets, VECTOR), names)}
+    return tuple(
+        dataclasses.replace(leaf, target=renaming[target])
+        for leaf, target in zip(leaves, targets, strict=True)
+    )
+
+
 def _olmo3(dims: Dims) -> tuple[LayerGroup, ...]:
     """Layers are scanned by fours, three local and one global."""
     dims.check_cycle("MaxText", _OLMO3_CYCLE)
@@ -212,31 +267,96 @@ def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
     return _cycle(_GPT_OSS_CYCLE, dims.layers, leaves)
 
 
-def _qwen3_next(dims: Dims) -> tuple[LayerGroup, ...]:
-    """Blocks of linear layers, which are scanned within their block, and a full one."""
+def _hybrid(dims: Dims) -> tuple[LayerGroup, ...]:
+    """Qwen3-Next and Qwen 3.5: blocks of linear layers and a full one.
+
+    Linear layers of Qwen3-Next are scanned within their block; of Qwen 3.5 each has a name.
+    """
     if dims.dense:
-        what = "some layers have no experts, as all of MaxText's qwen3_next have"
+        what = f"some layers have no experts, as all of MaxText's {dims.family} have"
         raise MappingError(what, found=f"layers {short_repr([*dims.dense])}")
     length = [*dims.layer_types, "full_attention"].index("full_attention") + 1
     dims.check_cycle("MaxText", length, local="linear")
-    groups = []
-    for kind, name in (("linear", "local_layers"), ("full", "global_layer")):
-        steps = layer_tensors(dims, LayerKind(sparse=True, attention=kind))
-        if kind == "linear":  # `Qwen3NextGatedDeltaNet` of `models/qwen3.py` keeps heads together
-            projections = ("in_proj_qkvz", "in_proj_ba", "out_proj")
-            steps |= {f"linear_attn.{projection}.weight": LINEAR for projection in projections}
-        groups.append(
+    leaves = {kind: _hybrid_layer(dims, kind) for kind in ("linear", "full")}
+    unscanned, last = "decoder.layers_{n}.", length - 1
+    if dims.family == "qwen3_5_moe":
+        return tuple(
             LayerGroup(
-                f"decoder.layers.{name}.",
-                "decoder.layers_{n}.",
-                tuple(
-                    i for i in range(dims.layers) if (i % length == length - 1) == (kind == "full")
-                ),
-                renamed(steps, _QWEN3_NEXT_NAMES),
-                inner=length - 1 if kind == "linear" else 0,
+                f"decoder.layers.layer_{i}.",
+                unscanned,
+                tuple(range(i, dims.layers, length)),
+                leaves["full" if i == last else "linear"],
             )
+            for i in range(length)
         )
-    return tuple(groups)
+    return _blocks("decoder.layers.", length, dims.layers, leaves["linear"], leaves["full"])
+
+
+def _blocks(
+    before: str,
+    length: int,
+    layers: int,
+    local: tuple[FamilyLeaf, ...],
+    last: tuple[FamilyLeaf, ...],
+) -> tuple[LayerGroup, ...]:
+    """Blocks of layers: local ones, which are scanned within their block, and a last one."""
+    unscanned, scanned = "decoder.layers_{n}.", layers - layers % length
+    ends = tuple(range(length - 1, scanned, length))
+    inner = tuple(i for i in range(scanned) if i not in ends)
+    return (
+        LayerGroup(f"{before}local_layers.", unscanned, inner, local, inner=length - 1),
+        LayerGroup(f"{before}global_layer.", unscanned, ends, last),
+        LayerGroup(
+            "decoder.layers_remainder.layers_{n}.",
+            unscanned,
+            tuple(range(scanned, layers)),
+            local,
+            scans=False,
+        ),
+    )
+
+
+def _hybrid_layer(dims: Dims, kind: str) -> tuple[FamilyLeaf, ...]:
+    steps = layer_tensors(dims, LayerKind(sparse=True, attention=kind))
+    leaves: tuple[FamilyLeaf, ...] = ()
+    if kind == "linear":  # `Qwen3NextGatedDeltaNet` of `models/qwen3.py` keeps heads together
+        steps["linear_attn.out_proj.weight"] = LINEAR
+        if dims.family == "qwen3_next":
+            steps |= {f"linear_attn.in_proj_{x}.weight": LINEAR for x in ("qkvz", "ba")}
+        else:
+            steps = {n: step for n, step in steps.items() if not n.startswith("linear_attn.in_")}
+            assert dims.linear is not None
+            leaves = _joined_projections(dims.linear)
+    leaves += _renamed_leaves(stacked_experts(dims), _HYBRID_NAMES)
+    return renamed(steps, _HYBRID_NAMES) + leaves
+
+
+def _joined_projections(linear: LinearAttention) -> tuple[FamilyLeaf, ...]:
+    """Projections of Qwen 3.5 with what each head of keys is used with side by side."""
+    n, per = linear.key_heads, linear.value_heads // linear.key_heads
+    keys, wide = n * linear.key_dim, per * linear.value_dim
+
+    def part(name: str, start: int, stop: int, pattern: str = "(n w) e -> e n w") -> Any:
+        rows = (start, stop) if name == "in_proj_qkv" else None
+        quantized = name in ("in_proj_qkv", "in_proj_z")
+        step = TensorStep(pattern, (("n", n),), projection=quantized, rows=rows)
+        return f"linear_attn.{name}.weight", step
+
+    qkvz = JoinedKernel(
+        (
+            part("in_proj_qkv", 0, keys),
+            part("in_proj_qkv", keys, 2 * keys),
+            part("in_proj_qkv", 2 * keys, 2 * keys + n * wide),
+            part("in_proj_z", 0, n * wide),
+        ),
+        n,
+        (linear.key_dim, linear.key_dim, wide, wide),
+    )
+    ba = JoinedKernel((part("in_proj_b", 0, n * per), part("in_proj_a", 0, n * per)), n, (per, per))
+    return tuple(
+        FamilyLeaf(f"attention.in_proj_{name}.kernel", (), LINEAR, joined=joined)
+        for name, joined in (("qkvz", qkvz), ("ba", ba))
+    )
 
 
 def _cycle(length: int, layers: int, leaves: tuple[FamilyLeaf, ...]) -> tuple[LayerGroup, ...]:

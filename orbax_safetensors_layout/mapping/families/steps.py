@@ -18,6 +18,7 @@ class TensorStep:
     projection: bool = False  # whether FP8 checkpoints store the tensor quantised
     packed: bool = False  # whether MXFP4 checkpoints store the tensor as blocks and scales
     every: tuple[int, int] | None = None  # first index and step along the tensor's last axis
+    rows: tuple[int, int] | None = None  # start and stop along its first
     part: tuple[int, int, int] | None = None  # start and stop of n equal parts of an axis,
     split: str = "(n r) c -> n r c"  # that is split so
     factor: float | None = None  # values are multiplied by it, in float32,
@@ -32,6 +33,8 @@ class TensorStep:
         if self.every is not None:
             start, step = self.every
             source = source.slice(-1, start, None, step)
+        if self.rows is not None:
+            source = source.slice(0, *self.rows)
         if self.part is not None:
             start, stop, count = self.part
             source = source.rearrange(self.split, n=count).slice(0, start, stop)
@@ -56,6 +59,15 @@ ROUTER = TensorStep("o i -> i o")  # a kernel that no checkpoint quantises
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class JoinedKernel:
+    """Parts of tensors, `[hidden, n, width]` each, as one kernel `[hidden, n * width]`."""
+
+    parts: tuple[tuple[str, TensorStep], ...]  # names after the layer's
+    n: int
+    widths: tuple[int, ...]  # of each part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FamilyLeaf:
     """A leaf, or in a group of layers the leaf of each: names are then those after the layer's."""
 
@@ -63,6 +75,7 @@ class FamilyLeaf:
     source: str | tuple[str, ...]  # `{e}` is an expert; several are concatenated along axis 0
     step: TensorStep
     variable: str = ""  # a Flax collection: the leaf is not a parameter; stacked along axis 0
+    joined: JoinedKernel | None = None  # what it is made of, in place of the source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
