@@ -455,6 +455,10 @@ def _is_by_class(values: Any) -> bool:
     )
 
 
+def _is_quantization(value: Any) -> bool:
+    return isinstance(value, Quantizes) and not isinstance(value, type)
+
+
 def _is_stem(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_-]+", value) is not None
 
@@ -485,7 +489,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
     ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
     ("cache", "the path of a local folder", _is_local_path),
-    ("quantize", "an osl.Quantization(...)", lambda v: isinstance(v, Quantizes)),
+    ("quantize", "an osl.Quantization(...)", _is_quantization),
     ("retries", "a RetryPolicy(attempts=..., ...)", lambda v: isinstance(v, RetryPolicy)),
 )
 _RULE_OF = {name: (text, test) for names, text, test in _RULES for name in names.split()}

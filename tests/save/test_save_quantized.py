@@ -290,11 +290,19 @@ def test_refusals(tmp_path, tensors, options, error, said):
 
 
 def test_arguments_are_checked(tmp_path):
-    for arguments in (("fp9",), ("int4", "*", (), 12), ("int4", "[")):
+    for arguments in (
+        ("fp9",),
+        ("int4", "*", (), 12),
+        ("int4", "["),
+        ("int4", None),
+        ("int4", [3]),
+    ):
         with pytest.raises(osl.InvalidArgumentError):
             osl.Quantization(*arguments)
     with pytest.raises(ValueError, match=r"osl\.Quantization"):
         osl.WriteOptions(quantize="fp8_block")
+    with pytest.raises(ValueError, match=r"osl\.Quantization"):
+        osl.WriteOptions(quantize=osl.Quantization)
     osl.save(tmp_path / "plain", model())
     with pytest.raises(osl.MappingError, match="no quantised weights"):
         osl.Quantization.like(tmp_path / "plain")
@@ -302,6 +310,49 @@ def test_arguments_are_checked(tmp_path):
     osl.save(tmp_path / "pieces", model(), options=layout)
     with pytest.raises(osl.InvalidArgumentError, match="quantize"):
         osl.consolidate(tmp_path / "pieces", options=quantized("mxfp4"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_configuration_that_is_malformed(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    osl.save(tmp_path / "first", model(), config=configured(tmp_path), options=quantized("mxfp4"))
+    for how in (osl.Quantization("mxfp4"), osl.Quantization.like(tmp_path / "first")):
+        options = osl.WriteOptions(quantize=how)
+        if text == "{}":
+            osl.save(tmp_path / "out", model(), config=tmp_path, options=options, overwrite=True)
+            continue
+        with pytest.raises(osl.FormatError, match=r"what is quantised.*config\.json"):
+            osl.save(tmp_path / "out", model(), config=tmp_path, options=options)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_of_another_shape_than_in_the_folder(tmp_path):
+    osl.save(tmp_path / "first", model(), options=quantized("fp8_block"))
+    like = osl.WriteOptions(quantize=osl.Quantization.like(tmp_path / "first"))
+    with pytest.raises(osl.MappingError, match="another shape than in the folder"):
+        osl.save(tmp_path / "out", model(rows=128), options=like)
+
+
+def test_exponents_as_scales_of_fp8(tmp_path):
+    """DeepSeek-V3.1's: a changed block gets a power of two, too, and no value is cut off."""
+    osl.save(tmp_path / "first", model(), options=quantized("deepseek_fp8"))
+    path = tmp_path / "first" / "model.safetensors"
+    tensors = {n: np.asarray(t) for n, t in osl.load(path).items()}
+    scale = tensors[f"{UP}.weight_scale_inv"]
+    tensors[f"{UP}.weight_scale_inv"] = scale.astype(ml_dtypes.float8_e8m0fnu)
+    osl.save(tmp_path / "powers", tensors)
+    loaded = osl.load(tmp_path / "powers", mapping=osl.dequantized(tmp_path / "powers"))
+    like = osl.WriteOptions(quantize=osl.Quantization.like(tmp_path / "powers"))
+    osl.save(tmp_path / "again", loaded, options=like)
+    stored = osl.load(tmp_path / "again")
+    for name, tensor in tensors.items():
+        assert np.asarray(stored[name]).tobytes() == tensor.tobytes(), name
+    changed = {name: np.array(leaf) for name, leaf in loaded.items()}
+    changed[f"{UP}.weight"] *= BF16.type(1.7)
+    osl.save(tmp_path / "changed", changed, options=like)
+    again = decoded(tmp_path / "changed")[f"{UP}.weight"]
+    weight = changed[f"{UP}.weight"].astype(np.float32)
+    assert np.abs(again - weight).max() <= np.abs(weight).max() / 16
 
 
 def test_steps_are_never_quantised(tmp_path):

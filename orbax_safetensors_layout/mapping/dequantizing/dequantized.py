@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.options import is_floating
 from orbax_safetensors_layout.runtime import frozen_heap
@@ -36,8 +36,9 @@ _OF_ACTIVATIONS = re.compile(
     r".*[._]([qkv]_scale|(input|output)_(scale|zero_point|global_scale|amax)"
     r"|(k|v|q)_zero_point)"
 )
+CONFIG = "config.json"
 _CONFIGS = (
-    ("config.json", ("quantization_config", "compression_config")),
+    (CONFIG, ("quantization_config", "compression_config")),
     ("hf_quant_config.json", ("quantization",)),
 )
 _SPECIAL = re.compile(r"[*?\[{]")
@@ -144,6 +145,17 @@ def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
             plain[file] = json.dumps(config, indent=2).encode() + b"\n"
     plain.pop(_CONFIGS[1][0], None)
     return plain
+
+
+def with_settings(content: bytes, settings: Dict[str, Any], file: str = CONFIG) -> bytes:
+    """Return a configuration, which is a JSON object, with these members."""
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"cannot say in it what is quantised: {error}", file=file) from error
+    if not isinstance(config, dict):
+        raise FormatError("cannot say in it what is quantised", file=file, expected="an object")
+    return json.dumps({**config, **settings}, indent=2).encode() + b"\n"
 
 
 def configured_quantization(catalog: Catalog) -> dict[str, dict[str, Any]]:

@@ -233,7 +233,14 @@ class WeightLayout(NamedTuple):
             full = joined_name(name, ending)
             encoder = WeightEncoder(form, part, (merged.shape[0], columns), name, before, most)
             expr = Decoded(own, dtype, (merged,), encoder)
-            result[full] = reshaped(expr, (shapes or {}).get(full, shape))
+            stored = (shapes or {}).get(full, shape)
+            if math.prod(stored) != math.prod(shape):
+                raise MappingError(
+                    f"{name!r} has another shape than in the folder that it is saved like",
+                    expected=f"one that makes {full!r} {list(stored)}",
+                    found=f"{list(weight.shape)}, which makes it {list(shape)}",
+                )
+            result[full] = reshaped(expr, stored)
         if self.shape:
             extents = [Constant((1,), np.dtype(np.int64), np.int64(n)) for n in weight.shape]
             result[joined_name(name, self.shape)] = concatenated(extents, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,10 +17,12 @@ from orbax_safetensors_layout.storage import open_storage, read_range
 
 from ..affine.bound import BoundExpr
 from ..dequantizing.dequantized import (
+    CONFIG,
     DecodedWeight,
     configured_quantization,
     decoded_weights,
     plain_configurations,
+    with_settings,
 )
 from .encoder import WeightLayout
 
@@ -100,10 +101,8 @@ class FolderQuantization:
         """Return the files beside the model with what the folder's say of its quantisation."""
         files = plain_configurations(files)
         for file, values in self._configured.items():
-            if file == "config.json" and file not in files:
-                continue
-            config = json.loads(files.get(file, b"{}"))
-            files[file] = json.dumps({**config, **values}, indent=2).encode() + b"\n"
+            if file in files or file != CONFIG:
+                files[file] = with_settings(files.get(file, b"{}"), values, file)
         return files
 
     def _weight(

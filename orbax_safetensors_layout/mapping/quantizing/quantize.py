@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -15,7 +14,7 @@ from orbax_safetensors_layout.errors import InvalidArgumentError, MappingError, 
 from orbax_safetensors_layout.options import is_floating
 
 from ..affine.bound import BoundExpr
-from ..dequantizing.dequantized import plain_configurations
+from ..dequantizing.dequantized import CONFIG, plain_configurations, with_settings
 from .encoder import WeightLayout
 from .group_formats import FLOAT8, Fp8Groups, Int4Groups, Mxfp4Groups, Nvfp4Groups
 
@@ -117,7 +116,12 @@ class Quantization:
             )
         for field in ("modules", "ignore"):
             given = getattr(self, field)
-            patterns = (given,) if isinstance(given, str) else tuple(given)
+            try:
+                patterns = (given,) if isinstance(given, str) else tuple(given)
+            except TypeError:
+                raise InvalidArgumentError(
+                    f"Quantization({field}={given!r}): patterns are strings, one or several."
+                ) from None
             for pattern in patterns:
                 compile_pattern(pattern)
             object.__setattr__(self, field, patterns)
@@ -169,11 +173,9 @@ class Quantization:
     ) -> dict[str, bytes]:
         """Return the files beside the model with the quantisation in its `config.json`, if any."""
         files = plain_configurations(files)
-        if "config.json" not in files:
-            return files
-        config = json.loads(files["config.json"])
-        config["quantization_config"] = self.configuration(weights)
-        files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
+        if CONFIG in files:
+            said = {"quantization_config": self.configuration(weights)}
+            files[CONFIG] = with_settings(files[CONFIG], said)
         return files
 
     def configuration(self, weights: Mapping[str, BoundExpr]) -> dict[str, Any]:
