@@ -11,7 +11,13 @@ import numpy as np
 from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, row_blocks
-from orbax_safetensors_layout.mapping import AffinePiece, Piece, apply_view, assemble_box
+from orbax_safetensors_layout.mapping import (
+    AffinePiece,
+    Piece,
+    apply_view,
+    assemble_box,
+    bytes_by_rows,
+)
 from orbax_safetensors_layout.options import KIB, MIB, OnProgress, ReadOptions
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
@@ -32,6 +38,7 @@ from .parts import stored_bytes
 _BLOCKS_IN_FLIGHT = 8
 _BLOCKS_PLANNED = 2048  # at once: each may be of a thousand pieces
 _MOST_BLOCK_BYTES = 32 * MIB
+_ROWS_BYTES = 8 * MIB  # that rows are computed from at once
 _SMALL_BYTES = 32 * KIB  # written in less time than a thread takes to begin
 
 
@@ -128,35 +135,48 @@ def write_mapped(
 
     The tensors that are filled at once fit the folder's memory budget, but for a larger one.
     """
-    tensors: list[tuple[OpenFile, TensorEntry]] = []
+    blocks: list[_TensorRows] = []
     for file in folder.unfinished():
-        entries = [entry for entry in file.plan.layout.tensors if entry.nbytes]
-        folder.expect(file, len(entries))
+        file_blocks = [*_mapped_blocks(file, mapped, folder.budget.most_bytes)]
+        folder.expect(file, len(file_blocks))
         folder.written(file)  # no more than these
-        tensors += [(file, entry) for entry in entries]
-    report = ProgressReport(progress, sum(entry.nbytes for _, entry in tensors))
+        blocks += file_blocks
+    report = ProgressReport(progress, sum(block.nbytes for block in blocks))
 
     def read(piece: AffinePiece) -> np.ndarray:
         return apply_view(values.shard(*mapped.held[piece.source]).reshape(-1), piece.view)
 
-    def write(
-        file: OpenFile, entry: TensorEntry, box: Box, pieces: Sequence[Piece], memory: Bytes
-    ) -> None:
+    def write(block: _TensorRows, pieces: Sequence[Piece], memory: Bytes) -> None:
+        file, entry, box, start = block
         dtype = entry.dtype.numpy
         with explained(f"while saving {entry.name!r} to {file.plan.name}", entry.name):
             assemble_box(pieces, box, dtype, read, out=memory.view(dtype).reshape(box.shape))
-        file.write_at(entry.start, [stored_bytes(memory, entry.dtype)])
+        file.write_at(start, [stored_bytes(memory, entry.dtype)])
         folder.written(file)
-        report.add(entry.nbytes, entry.name)
+        report.add(block.nbytes, entry.name)
         folder.budget.release(memory.nbytes)
 
     staging = Staging()
-    for file, entry in tensors:
-        expr = mapped.expressions[entry.name]
-        box = Box.whole(expr.shape)
-        pieces = expr.pull_back(box, factored=True)
-        nbytes = box.size * entry.dtype.numpy.itemsize  # unpacked
+    for block in blocks:
+        pieces = mapped.expressions[block.entry.name].pull_back(block.box, factored=True)
+        nbytes = block.box.size * block.entry.dtype.numpy.itemsize  # unpacked
         folder.check()
         folder.budget.reserve(nbytes, folder.pool.progress)
-        folder.pool.submit(write, file, entry, box, pieces, staging.take(nbytes))
+        folder.pool.submit(write, block, pieces, staging.take(nbytes))
     folder.pool.join()
+
+
+def _mapped_blocks(
+    file: OpenFile, mapped: MappedTensors, budget_bytes: int
+) -> Iterator[_TensorRows]:
+    """Yields whole tensors, and rows of those that are computed row by row."""
+    for entry in file.plan.layout.tensors:
+        expr = mapped.expressions[entry.name]
+        if entry.nbytes:
+            most, start = entry.nbytes, entry.start
+            if needed := bytes_by_rows(expr.nodes()):
+                most = max(1, most * min(_ROWS_BYTES, budget_bytes) // needed)
+            for box in row_blocks(expr.shape, entry.dtype.bits, most, entry.dtype.group):
+                block = _TensorRows(file, entry, box, start)
+                yield block
+                start += block.nbytes

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import any_sharding, mesh_of
-from programs import run_processes
+from programs import run_alone, run_processes
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
@@ -233,6 +233,21 @@ def test_other_tensors_have_the_dtype_of_the_options(tmp_path):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("shape", [(0, 128), (4, 0), (1, 128), (130, 2048), (3, 131072 * 2)])
+def test_weights_of_any_size(tmp_path, kind, shape):
+    weight = np.random.default_rng(2).standard_normal(shape).astype(BF16)
+    osl.save(tmp_path / "out", {f"{UP}.weight": weight}, options=quantized(kind))
+    if weight.size:
+        again = decoded(tmp_path / "out")[f"{UP}.weight"]
+        assert np.abs(again - weight.astype(np.float32)).max() < 1
+        rows = np.concatenate([weight, weight[:1]])  # the same in other chunks
+        osl.save(tmp_path / "more", {f"{UP}.weight": rows}, options=quantized(kind))
+        more = decoded(tmp_path / "more")[f"{UP}.weight"]
+        if FORMATS[kind][0] == 1:
+            assert more[: len(again)].tobytes() == again.tobytes()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e30, 3e38])
 def test_values_of_any_magnitude(tmp_path, kind, scale):
     weight = np.random.default_rng(1).uniform(-1, 1, (16, 128)).astype(np.float32)
@@ -411,3 +426,11 @@ def test_a_conversion_of_a_quantised_folder_to_another_format(tmp_path):
         assert tensor.tobytes() == decoded(tmp_path / "int4")[name].tobytes()
     config = json.loads((tmp_path / "int4" / "config.json").read_text())
     assert config["quantization_config"]["format"] == "pack-quantized"
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", "int4"])
+def test_the_peak_memory_beside_a_large_weight(tmp_path, kind):
+    """256 MB are quantised in rows; each thread has some, and their values in float32."""
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    grown = run_alone("save_quantized_peak.py", tmp_path, kind, environment=environment)
+    assert int(grown) < 128 << 20

@@ -328,6 +328,15 @@ class Decoded(BoundExpr):
         sink.pieces.append(DecodedPiece(window.box, inputs, self.decoder, decoded, view, ops))
 
 
+def bytes_by_rows(nodes: Iterable[BoundExpr]) -> int:
+    """Return the bytes that are decoded, if a few rows need few of them; 0 if not."""
+    decoded = [node for node in nodes if isinstance(node, Decoded)]
+    if not all(getattr(node.decoder, "by_rows", False) for node in decoded):
+        return 0
+    operands = [operand for node in decoded for operand in node.operands]
+    return sum(math.prod(operand.shape) * operand.dtype.itemsize for operand in operands)
+
+
 def _without_gaps(
     window: Window, operands: tuple[BoundExpr, ...], axis: int
 ) -> tuple[Window, tuple[BoundExpr, ...]]:

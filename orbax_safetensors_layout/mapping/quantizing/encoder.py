@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -51,6 +52,11 @@ class WeightEncoder:
     free = 0
 
     @property
+    def by_rows(self) -> bool:
+        """Whether a few rows are computed from a few rows of the weight."""
+        return not self.format.has_factor
+
+    @property
     def _sizes(self) -> tuple[int, int]:
         """Rows and columns of the weight for each element."""
         return self.format.block if self.part == "scales" else (1, self.format.per_element)
@@ -90,29 +96,30 @@ class WeightEncoder:
             weight = weight[region.slices]
         known = None
         if before is not None:
-            groups = blocks_of(Box.whole(self.shape), form.block)
-            known = before.scales().reshape(groups.shape)[blocks_of(region, form.block).slices]
-        chunks, first = [], 0
-        for values, largest in self._chunks(weight):
+            all_groups = blocks_of(Box.whole(self.shape), form.block)
+            known = before.scales().reshape(all_groups.shape)[blocks_of(region, form.block).slices]
+        part = blocks_of(region, self._sizes)
+        result = np.empty(part.shape, form.scale_dtype if self.part == "scales" else form.dtype)
+        (down, across), per_element = form.block, form.per_element
+        for values, largest, top, left in self._chunks(weight):
             scales = form.scales(largest, factor)
+            groups = _placed(scales, top // down, left // across)
             if known is not None:
-                old = known[first : first + len(scales)]
-                same = self._are_same(values, old, factor, weight.dtype)
-                scales, first = np.where(same, old, scales), first + len(scales)
+                same = self._are_same(values, known[groups], factor, weight.dtype)
+                scales = np.where(same, known[groups], scales)
             if self.part == "scales":
-                chunks.append(scales)
+                result[groups] = scales
                 continue
-            rows = values.shape[0] * values.shape[1]
-            codes = _codes(form, values, scales, factor).reshape(rows, -1)
-            chunks.append(form.stored(codes[:, : weight.shape[1]]))
-        result = np.concatenate(chunks)
-        corner = [a // n for a, n in zip(region.start, self._sizes, strict=True)]
-        within = zip(box.start, box.stop, corner, strict=True)
-        return result[tuple(slice(a - first, b - first) for a, b, first in within)]
+            codes = _codes(form, values, scales, factor)
+            codes = codes.reshape(len(values) * down, -1)
+            stored = form.stored(codes[: len(weight) - top, : weight.shape[1] - left])
+            result[_placed(stored, top, left // per_element)] = stored
+        return result[box.within(part).slices]
 
     def _most(self, weight: np.ndarray) -> np.float32:
         if not self.most_of:
-            self.most_of.append(max(groups.largest.max() for groups in self._chunks(weight)))
+            largest = (groups.largest.max() for groups in self._chunks(weight))
+            self.most_of.append(max(largest, default=np.float32(0)))
         return self.most_of[0]
 
     def _are_same(
@@ -128,26 +135,31 @@ class WeightEncoder:
         return same
 
     def _chunks(self, weight: np.ndarray) -> Iterator[_ValueGroups]:
-        """Yields the groups of some rows each; those at the edges are filled up with zeros."""
-        (down, across), columns = self.format.block, weight.shape[1]
-        rows = max(1, CHUNK_ELEMENTS // max(1, columns * down)) * down
-        lacking = -columns % across
-        for start in range(0, len(weight), rows):
-            values = weight[start : start + rows].astype(np.float32)
-            missing = -len(values) % down
-            if missing or lacking:
-                values = np.pad(values, [(0, missing), (0, lacking)])
+        """Yields some groups at a time; those at the edges are filled up with zeros."""
+        (down, across), (rows, columns) = self.format.block, weight.shape
+        wide = max(1, CHUNK_ELEMENTS // (down * across)) * across
+        high = max(1, CHUNK_ELEMENTS // (down * min(wide, max(1, columns)))) * down
+        for top, left in itertools.product(range(0, rows, high), range(0, columns, wide)):
+            values = weight[top : top + high, left : left + wide].astype(np.float32)
+            missing = [(0, -n % size) for n, size in zip(values.shape, (down, across), strict=True)]
+            if any(map(any, missing)):
+                values = np.pad(values, missing)
             values = values.reshape(len(values) // down, down, -1, across)
             largest = _largest(values)
             if not np.isfinite(largest).all():
                 raise SafetensorsLayoutError(
                     "the weight has values that are not finite, which its quantised form has not",
                     tensor=self.name,
-                    found=f"{np.count_nonzero(~np.isfinite(values))} of rows {start} to"
-                    f" {start + len(weight[start : start + rows])} of a part",
+                    found=f"{np.count_nonzero(~np.isfinite(values))} in some groups",
                     hint="Leave it out: Quantization(..., ignore=[...]); or mend the weight.",
                 )
-            yield _ValueGroups(values, largest)
+            yield _ValueGroups(values, largest, top, left)
+
+
+def _placed(values: np.ndarray, row: int, column: int) -> tuple[slice, slice]:
+    """Return where an array is in a larger one."""
+    rows, columns = values.shape
+    return slice(row, row + rows), slice(column, column + columns)
 
 
 def _largest(values: np.ndarray) -> np.ndarray:
@@ -162,6 +174,8 @@ def _largest(values: np.ndarray) -> np.ndarray:
 class _ValueGroups(NamedTuple):
     values: np.ndarray  # [groups down, rows of each, groups across, columns of each], float32
     largest: np.ndarray  # [groups down, groups across]: the largest magnitudes
+    top: int  # the first row
+    left: int  # the first column
 
 
 def _codes(
@@ -200,7 +214,7 @@ class WeightLayout(NamedTuple):
                 " and further axes if their groups are whole"
             )
         *outer, rows, columns = weight.shape
-        down, across = down or rows, group or columns
+        down, across = down or rows or 1, group or columns or 1
         if self.format.is_whole and columns % (across or 1):
             raise MappingError(
                 f"the {columns} columns of {name!r} are not groups of {group}",
