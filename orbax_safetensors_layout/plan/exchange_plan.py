@@ -139,13 +139,20 @@ class ExchangePolicy(NamedTuple):
         rates = ExchangeRates(storage, exchange_profile(platform, processes_per_host))
         return cls(limits, rates)
 
-    def may_gain(self, stored_bytes: int, processes: int) -> bool:
-        """Whether to read all bytes in each process may take longer than one round."""
+    def may_gain(
+        self, stored_bytes: int, processes: int, gathered_bytes: int = 0, *, rounds: int = 0
+    ) -> bool:
+        """Whether the least that an exchange takes is less than reading all bytes everywhere.
+
+        The devices of some process gather at least `gathered_bytes`, in at least so many `rounds`.
+        """
         if self.rates is None:
             return True
+        if self.limits.together_bytes < sys.maxsize:  # rows may be read several times
+            gathered_bytes = 0
         storage, exchange = self.rates
         alone = storage.read_seconds(stored_bytes, stored_bytes * processes)
-        return alone > exchange.seconds(0, rounds=1, programs=1)
+        return alone > exchange.seconds(gathered_bytes, rounds, programs=rounds)
 
 
 def plan_exchange(

@@ -34,6 +34,7 @@ from orbax_safetensors_layout.sharding import (
     AddressableShards,
     Placement,
     ProcessShards,
+    Replicas,
     is_abstract,
     sharding_of,
 )
@@ -63,7 +64,8 @@ def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple
     if process_count == jax.process_count() and not DistributedStore.is_reachable():
         return ()
     leaves = (leaf for leaf in jax.tree.leaves(abstract) if hasattr(leaf, "sharding"))
-    shardings = {getattr(leaf.sharding, "sharding", leaf.sharding) for leaf in leaves}
+    distinct = {id(leaf.sharding): leaf.sharding for leaf in leaves}  # to hash one takes long
+    shardings = {getattr(sharding, "sharding", sharding) for sharding in distinct.values()}
     # A leaf that may be on devices, and says not on which, is on all.
     if any(not isinstance(s, Sharding) or is_abstract(s) for s in shardings):
         return everyone
@@ -149,22 +151,31 @@ def _stages(
     platform = min({_platform(p) for p in placements if p is not None}, default="")
     exchange = ExchangePolicy.of(options, catalog.storage.kind, platform, shards.processes_per_host)
     stored_bytes = sum(leaf.region.source.stored_bytes for leaf in leaves)
-    if not exchange.may_gain(stored_bytes, shards.process_count):
+    if not exchange.may_gain(stored_bytes, shards.process_count, rounds=1):
         return []
-    tied: dict[object, list[ResolvedLeaf]] = {}  # the same values in the same places
+    most_slots: dict[int, int] = {}  # by the id of replicas, which take long to hash
+    tied: dict[object, list[tuple[ResolvedLeaf, Replicas]]] = {}  # the same values and places
     for leaf in leaves:
-        values = leaf.region.values_key
-        key = leaf.number if values is None else (values, leaf.abstract.placement)
-        tied.setdefault(key, []).append(leaf)
-    # Pieces are read by those that hold them, each from files of its own.
-    shared = SharedLeaves(exchange, merges=catalog.layout == "hf")
-    for leaf, *others in tied.values():
-        placement, source, dtype = leaf.abstract.placement, leaf.region.source, leaf.region.dtype
+        placement, source = leaf.abstract.placement, leaf.region.source
         if placement is None or 0 in source.shape:
             continue
         replicas = shards.replicas(sharding_of(placement), source.shape)
-        strides = None if replicas is None else source.strides(replicas.boxes[0])
-        if replicas is None or strides is None:
+        if replicas is None:
+            continue
+        if id(replicas) not in most_slots:
+            most_slots[id(replicas)] = replicas.grid.most_slots
+        box_bytes = replicas.boxes[0].size * leaf.region.dtype.itemsize
+        gathered_bytes = most_slots[id(replicas)] * box_bytes
+        if exchange.may_gain(source.stored_bytes, shards.process_count, gathered_bytes):
+            values = leaf.region.values_key
+            key = leaf.number if values is None else (values, placement)
+            tied.setdefault(key, []).append((leaf, replicas))
+    # Pieces are read by those that hold them, each from files of its own.
+    shared = SharedLeaves(exchange, merges=catalog.layout == "hf")
+    for (leaf, replicas), *others in tied.values():
+        placement, source, dtype = leaf.abstract.placement, leaf.region.source, leaf.region.dtype
+        strides = source.strides(replicas.boxes[0])
+        if strides is None:
             continue
         shared.add(
             leaf.number,
@@ -175,7 +186,7 @@ def _stages(
             source.place,
             stored_bytes=source.stored_bytes,
             in_device_memory=isinstance(placement, Sharding) and _is_default_memory(placement),
-            tied=tuple(other.number for other in others),
+            tied=tuple(other.number for other, _ in others),
             joint_axes=source.joint_axes(replicas.boxes[0], strides),
             is_decoded=source.is_decoded(replicas.boxes[0]),
         )

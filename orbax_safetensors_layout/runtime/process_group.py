@@ -95,7 +95,7 @@ class ProcessGroup:
         self._step = 0
         self._failed = self._has_arrived = False
         self._announced = -1
-        self._next_check_seconds = 0.0
+        self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
         self._heartbeat: Heartbeat | None = None
         if self._store is not None:
             self._heartbeat = Heartbeat(self._store, f"{self._key}/heartbeat", process_index)

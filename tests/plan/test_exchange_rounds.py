@@ -237,9 +237,21 @@ def test_what_takes_no_longer_than_a_round_is_not_planned():
         osl.ReadOptions(bandwidth_bytes_per_second={"local": 1e6}), "local", "tpu"
     )
     seconds = exchange.rates.exchange.seconds(0, rounds=1, programs=1)
-    assert not exchange.may_gain(int(seconds * 1e6) - 1, 2)
-    assert exchange.may_gain(int(seconds * 1e6) + 1, 2)
+    assert not exchange.may_gain(int(seconds * 1e6) - 1, 2, rounds=1)
+    assert exchange.may_gain(int(seconds * 1e6) + 1, 2, rounds=1)
     assert ExchangePolicy.of(osl.ReadOptions(replicated="read_once"), "local", "tpu").may_gain(0, 2)
+
+
+def test_what_is_read_faster_than_gathered_is_not_planned():
+    options = osl.ReadOptions(bandwidth_bytes_per_second={"local": 1e9})
+    exchange = ExchangePolicy.of(options, "local", "cpu")
+    rate = exchange.rates.exchange.bytes_per_second
+    stored = 10**8
+    equal = int(stored * rate / 1e9)
+    assert not exchange.may_gain(stored, 2, equal + 1)
+    assert exchange.may_gain(stored, 2, equal - 1)
+    # Where rows may be read several times, reading has no such bound.
+    assert ExchangePolicy.of(options, "local", "tpu").may_gain(stored, 2, 100 * stored)
 
 
 def test_columns_of_arrays_beyond_the_range_of_64_bits():
