@@ -196,6 +196,46 @@ class Mapping:
         mapping.files = files
         return mapping
 
+    def apply(self, tensors: Any, shardings: Any = None, *, donate: bool = False) -> Any:
+        """Return the tree that a load of these tensors gives, computed on their devices.
+
+        No value comes to the host, and none changes by a bit. What is compiled is kept: a second
+        call for the same shapes and shardings runs at once.
+
+        Args:
+            tensors: `jax.Array`s by the names of a checkpoint's tensors; within `jax.jit` traced
+                ones. Of `jax.ShapeDtypeStruct`s the result has such, too.
+            shardings: Of the leaves, also over other devices: one for all, or a tree of shardings
+                or of abstract leaves. The result then has its structure, and the dtypes of
+                abstract leaves. None takes what JAX chooses, in nested dicts.
+            donate: Give up the memory of the arrays, which cannot be used afterwards, as soon as
+                their leaves are computed. Otherwise leaves may share it.
+
+        Raises:
+            MappingError: The mapping does not fit, or has a rule that works on files alone; the
+                error names it. Also where XLA would take tiny numbers for zero.
+            DtypeMismatchError: An integer dtype does not hold every value.
+        """
+        from .live.live_arrays import apply
+
+        return apply(self, tensors, shardings, donate=donate)
+
+    def unapply(self, tree: Any, shardings: Any = None, *, donate: bool = False) -> dict[str, Any]:
+        """Return by name the tensors that a save of a tree writes: the inverse of `apply`.
+
+        Args:
+            tree: `jax.Array`s; any pytree whose dotted key paths are the names of leaves.
+            shardings: Of the tensors: one for all, or by name.
+            donate: As for `apply`.
+
+        Raises:
+            MappingError: As for `apply`, or the mapping does not save.
+            DtypeMismatchError: An integer dtype does not hold every value.
+        """
+        from .live.live_arrays import unapply
+
+        return unapply(self, tree, shardings, donate=donate)
+
     def inverse(self) -> InverseMapping:
         """Return the saving direction; refuses rules that do not invert, for any shapes."""
         problems = [

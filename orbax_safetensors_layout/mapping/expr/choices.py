@@ -68,7 +68,7 @@ class Same(_Choice):
             return first
         other = self.other.bind_to(captures, specs)
         if (first.shape, first.dtype) != (other.shape, other.dtype):
-            raise _differ(self, expected=given(first), found=given(other))
+            raise copies_differ(self, expected=given(first), found=given(other))
         return Decoded(first.shape, first.dtype, (first, other), Compared(len(first.shape), self))
 
 
@@ -90,7 +90,9 @@ class Compared:
         for start in range(0, first.size, _CHUNK_BYTES):
             chunk = slice(start, start + _CHUNK_BYTES)
             if not np.array_equal(first[chunk], other[chunk]):
-                raise _differ(self.rule, expected="the same bits", found=f"others within {box}")
+                raise copies_differ(
+                    self.rule, expected="the same bits", found=f"others within {box}"
+                )
         return inputs[0]
 
 
@@ -108,9 +110,13 @@ def check_left_out(leaf: str, bound: BoundExpr) -> None:
             )
 
 
-def _differ(same: Same, *, expected: str, found: str) -> MappingError:
+def copies_differ(
+    same: Same, *, expected: str, found: str, tensor: str | None = None
+) -> MappingError:
+    """Return the error for tensors that must be copies and are not."""
     return MappingError(
         f"{same.other!r} is not a copy of {same.first!r}",
+        tensor=tensor,
         expected=expected,
         found=found,
         hint=same.hint,

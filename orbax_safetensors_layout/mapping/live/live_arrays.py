@@ -1,0 +1,364 @@
+"""Runs a mapping on arrays in memory, in either direction.
+
+Results that take the same arrays are computed by one program; those that differ in names alone
+share it, and so what is compiled. Nothing comes to the host but whether values fit, where a rule
+asks that of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping as Dict, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+
+from orbax_safetensors_layout.errors import (
+    MappingError,
+    SafetensorsLayoutError,
+)
+from orbax_safetensors_layout.pytree import abstract_array, dotted_name, nested_dicts, unboxed_name
+from orbax_safetensors_layout.sharding import Placement, sharding_of
+
+from ..affine.bound import BoundExpr, Valued
+from ..expr.values import Cast
+from ..names import TensorSpec, TensorSpecs
+from ..problems import Problem, mapping_error
+from .traced import Raised, TracedValues, refusal
+
+_MAPPINGS, _PROGRAMS = 32, 1024  # whose plans, and which, are kept
+
+
+class _AskedLeaf(NamedTuple):
+    """A leaf as it is asked for; None takes what comes."""
+
+    shape: tuple[int, ...] | None = None
+    dtype: np.dtype[Any] | None = None
+    placement: Placement | None = None
+
+
+class _PlacedResult(NamedTuple):
+    """A result of a program: the number of its expression, and where it goes."""
+
+    number: int
+    placement: Placement | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _ArrayGroup:
+    """Results that take the same arrays."""
+
+    sources: tuple[str, ...]
+    results: dict[str, int]  # numbers of their expressions
+    expressions: tuple[BoundExpr, ...]  # over arrays that are named by their numbers
+    programs: dict[Hashable, _Program] = dataclasses.field(default_factory=dict)
+
+    def program(
+        self, outputs: tuple[_PlacedResult, ...], moves: bool, donated: tuple[int, ...]
+    ) -> _Program:
+        key = outputs, moves, donated
+        if key not in self.programs:
+            self.programs[key] = _program(self.expressions, *key)
+        return self.programs[key]
+
+
+class _Program:
+    """The compiled computation of some expressions; its checks are those of the last trace."""
+
+    def __init__(
+        self, expressions: tuple[BoundExpr, ...], outputs: tuple[_PlacedResult, ...], moves: bool
+    ) -> None:
+        self._expressions = expressions
+        self._outputs = outputs
+        self._moves = moves
+        self.errors: list[tuple[int, Raised]] = []
+        self.call: Callable[..., tuple[list[jax.Array], jax.Array | None]]
+
+    def compute(self, *arrays: jax.Array) -> tuple[list[jax.Array], jax.Array | None]:
+        traced = TracedValues({str(number): array for number, array in enumerate(arrays)})
+        results = [traced.result(n, self._expressions[n]) for n, _ in self._outputs]
+        self.errors = [(check.result, check.error) for check in traced.value_checks]
+        return results, jnp.stack(
+            [c.holds for c in traced.value_checks]
+        ) if traced.value_checks else None
+
+    def run(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            results, holds = self.call(*map(_automatic, arrays))
+        given: Any = [array.sharding for array in arrays if _automatic(array) is not array]
+        meshes = [sharding.mesh for sharding in given]
+        return [
+            self._placed(value, placement, meshes)
+            for value, (_, placement) in zip(results, self._outputs, strict=True)
+        ], holds
+
+    def _placed(self, value: jax.Array, placement: Placement | None, meshes: Any) -> jax.Array:
+        """Return a result where it goes, on the mesh that was given, with its types of axes."""
+        if self._moves and placement is not None:
+            moved: jax.Array = jax.device_put(value, placement)
+            return moved
+        if placement is None and meshes and isinstance(value.sharding, NamedSharding):
+            placement = NamedSharding(meshes[0], value.sharding.spec)
+        if isinstance(placement, NamedSharding) and _without_types(placement) is not placement:
+            return _rewrapped(value, placement)
+        return value
+
+
+def _automatic(array: jax.Array) -> jax.Array:
+    """Return an array on a mesh whose axes are not explicit, for which any operation has a type."""
+    if isinstance(array, jax.core.Tracer):
+        return array
+    sharding = _without_types(array.sharding)
+    return array if sharding is array.sharding else _rewrapped(array, sharding)
+
+
+def _without_types(placement: Any) -> Any:
+    if (
+        not isinstance(placement, NamedSharding)
+        or AxisType.Explicit not in placement.mesh.axis_types
+    ):
+        return placement
+    mesh = Mesh(placement.mesh.devices, placement.mesh.axis_names)
+    return NamedSharding(mesh, placement.spec, memory_kind=placement.memory_kind)
+
+
+def _rewrapped(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """Return the same memory under another name of its sharding."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+@functools.lru_cache(_PROGRAMS)
+def _program(
+    expressions: tuple[BoundExpr, ...],
+    outputs: tuple[_PlacedResult, ...],
+    moves: bool,
+    donated: tuple[int, ...],
+) -> _Program:
+    program = _Program(expressions, outputs, moves)
+    placements = [None if moves else _without_types(placement) for _, placement in outputs]
+    program.call = jax.jit(
+        program.compute, out_shardings=(placements, None), donate_argnums=donated
+    )
+    return program
+
+
+def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
+    """See `Mapping.apply`."""
+    if not isinstance(tensors, Dict):
+        raise MappingError(
+            "apply takes tensors by name", expected="{'name': array}", found=type(tensors).__name__
+        )
+    arrays = dict(tensors)
+    specs = _specs(arrays)
+    if shardings is None or _is_placement(shardings):
+        groups = _planned(mapping, specs, None)
+        names = [name for group in groups for name in group.results]
+        placements: dict[str, Placement | None] = dict.fromkeys(names, shardings)
+        return nested_dicts(_all_values(groups, arrays, placements, donate))
+    asked, build = _asked_leaves(shardings)
+    facts = tuple((name, leaf.shape, leaf.dtype) for name, leaf in asked.items())
+    groups = _planned(mapping, specs, facts)
+    placements = {name: leaf.placement for name, leaf in asked.items()}
+    values = _all_values(groups, arrays, placements, donate)
+    return build([values[name] for name in asked])
+
+
+def unapply(mapping: Any, tree: Any, shardings: Any, *, donate: bool) -> dict[str, Any]:
+    """See `Mapping.unapply`."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    arrays = {unboxed_name(path) or dotted_name(path): leaf for path, leaf in leaves}
+    groups = _inverse_planned(mapping, _specs(arrays))
+    names = [name for group in groups for name in group.results]
+    if shardings is None or _is_placement(shardings):
+        return _all_values(groups, arrays, dict.fromkeys(names, shardings), donate)
+    unknown = sorted({*shardings} - {*names})
+    if unknown:
+        raise MappingError(
+            "there are shardings of tensors that the mapping does not save",
+            tensor=unknown[0],
+            expected=f"names of the {len(names)} tensors, such as {names[0]!r}",
+            found=f"{len(unknown)} others",
+        )
+    placements = {name: getattr(s, "sharding", s) for name, s in shardings.items()}
+    return _all_values(groups, arrays, {name: placements.get(name) for name in names}, donate)
+
+
+def _is_placement(value: Any) -> bool:
+    return isinstance(value, Sharding | Format)
+
+
+def _asked_leaves(tree: Any) -> tuple[dict[str, _AskedLeaf], Callable[[Iterable[Any]], Any]]:
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    asked: dict[str, _AskedLeaf] = {}
+    for path, leaf in leaves:
+        name = unboxed_name(path) or dotted_name(path)
+        if _is_placement(leaf):
+            asked[name] = _AskedLeaf(placement=leaf)
+        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            dtype = np.dtype(leaf.dtype)
+            asked[name] = _AskedLeaf(tuple(leaf.shape), dtype, getattr(leaf, "sharding", None))
+        else:
+            raise MappingError(
+                "apply takes a tree of shardings or of abstract leaves",
+                tensor=name,
+                expected="a jax.sharding.Sharding, or a jax.ShapeDtypeStruct",
+                found=type(leaf).__name__,
+            )
+    return asked, functools.partial(jax.tree_util.tree_unflatten, treedef)
+
+
+def _specs(arrays: Dict[str, Any]) -> tuple[tuple[str, TensorSpec], ...]:
+    specs = []
+    for name, array in arrays.items():
+        is_array = isinstance(array, jax.Array | abstract_array)
+        if not is_array or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            raise MappingError(
+                "a mapping on live arrays takes arrays of numbers",
+                tensor=name,
+                expected="a jax.Array",
+                found=str(array.dtype) if is_array else type(array).__name__,
+                hint="Leave other leaves out of the tree; put host arrays on devices with"
+                " jax.device_put; of PRNG keys take jax.random.key_data.",
+            )
+        specs.append((name, TensorSpec(tuple(array.shape), np.dtype(array.dtype))))
+    return tuple(specs)
+
+
+@functools.lru_cache(_MAPPINGS)
+def _planned(
+    mapping: Any,
+    specs: tuple[tuple[str, TensorSpec], ...],
+    asked: tuple[tuple[str, tuple[int, ...] | None, np.dtype[Any] | None], ...] | None,
+) -> tuple[_ArrayGroup, ...]:
+    shapes = None if asked is None else {name: shape for name, shape, _ in asked}
+    bound = mapping.bind(TensorSpecs(dict(specs)), shapes)
+    dtypes = {name: dtype for name, _, dtype in asked or ()}
+    expressions = {
+        name: expr if (dtype := dtypes.get(name)) is None else Valued.of(expr, Cast(dtype))
+        for name, expr in bound.expressions.items()
+    }
+    return _grouped(expressions, bound.notes, "leaf")
+
+
+@functools.lru_cache(_MAPPINGS)
+def _inverse_planned(
+    mapping: Any, specs: tuple[tuple[str, TensorSpec], ...]
+) -> tuple[_ArrayGroup, ...]:
+    bound = mapping.inverse().bind(TensorSpecs(dict(specs)))
+    return _grouped(bound.expressions, bound.notes, "tensor")
+
+
+def _grouped(
+    expressions: Dict[str, BoundExpr], notes: Dict[str, object], what: str
+) -> tuple[_ArrayGroup, ...]:
+    """Return the groups of results; all that cannot be computed of live arrays raise."""
+    problems: list[Problem] = []
+    of_source: dict[str, str] = {}  # a result that takes an array, by the array
+    joined: dict[str, str] = {}  # another result of the same group
+
+    def first(name: str) -> str:
+        while name in joined:
+            name = joined[name]
+        return name
+
+    for name, expr in expressions.items():
+        reasons = dict.fromkeys(reason for node in expr.nodes() if (reason := refusal(node)))
+        problems += [
+            Problem(f"{what} {name!r}, {notes[name]}, {reason}", f"{notes[name]}: {reason}")
+            for reason in reasons
+        ]
+        for source in expr.sources():
+            other = first(of_source.setdefault(source, name))
+            if other != first(name):
+                joined[first(name)] = other
+    if problems:
+        hint = " Save these weights and load them, or write the rule in other operations."
+        error = mapping_error("The mapping cannot be computed on live arrays", problems, {})
+        raise MappingError(error.message + hint)
+    members: dict[str, list[str]] = {}
+    for name in expressions:
+        members.setdefault(first(name), []).append(name)
+    return tuple(_group({n: expressions[n] for n in names}) for names in members.values())
+
+
+def _group(expressions: Dict[str, BoundExpr]) -> _ArrayGroup:
+    sources = tuple(dict.fromkeys(s for expr in expressions.values() for s in expr.sources()))
+    numbers = {source: str(number) for number, source in enumerate(sources)}
+    distinct: dict[BoundExpr, int] = {}
+    results = {name: distinct.setdefault(e, len(distinct)) for name, e in expressions.items()}
+    return _ArrayGroup(sources, results, tuple(expr.renamed(numbers) for expr in distinct))
+
+
+def _all_values(
+    groups: Sequence[_ArrayGroup],
+    arrays: Dict[str, Any],
+    placements: Dict[str, Placement | None],
+    donate: bool,
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    value_checks: list[tuple[_ArrayGroup, _Program, jax.Array]] = []
+    uses: dict[int, int] = {}
+    for array in arrays.values():
+        uses[id(array)] = uses.get(id(array), 0) + 1
+    for group in groups:
+        given = [arrays[name] for name in group.sources]
+        places = {name: _PlacedResult(n, placements[name]) for name, n in group.results.items()}
+        outputs = tuple(dict.fromkeys(places.values()))
+        if any(isinstance(array, abstract_array) for array in given):
+            results: list[Any] = [_abstract(group.expressions[n], place) for n, place in outputs]
+        else:
+            donated = tuple(n for n, a in enumerate(given) if donate and uses[id(a)] == 1)
+            program = group.program(outputs, _moves(given, outputs), donated)
+            results, holds = program.run(given)
+            if holds is not None:
+                value_checks.append((group, program, holds))
+            for array in (given[n] for n in donated):
+                if not isinstance(array, jax.core.Tracer) and not array.is_deleted():
+                    array.delete()
+        of_output = dict(zip(outputs, results, strict=True))
+        values.update((name, of_output[place]) for name, place in places.items())
+    _raise_failed(value_checks)
+    return values
+
+
+def _abstract(expr: BoundExpr, placement: Placement | None) -> Any:
+    return abstract_array(expr.shape, expr.dtype, sharding=placement)
+
+
+def _moves(given: Sequence[jax.Array], outputs: Iterable[_PlacedResult]) -> bool:
+    """Whether results go to other devices than those that compute them."""
+    if not given or isinstance(given[0], jax.core.Tracer):
+        return False
+    devices = given[0].sharding.device_set
+    placements = (output.placement for output in outputs)
+    return any(p is not None and sharding_of(p).device_set != devices for p in placements)
+
+
+def _raise_failed(value_checks: Iterable[tuple[_ArrayGroup, _Program, jax.Array]]) -> None:
+    problems: list[SafetensorsLayoutError] = []
+    for group, program, holds in value_checks:
+        if isinstance(holds, jax.core.Tracer):
+            number, error = program.errors[0]
+            raise MappingError(
+                "a rule that depends on values cannot be computed within a function that JAX"
+                f" traces: whether {error(_leaf(group, number)).message}",
+                tensor=_leaf(group, number),
+                hint="Call apply and unapply outside of jax.jit, or use a rule without it.",
+            )
+        failed = itertools.compress(program.errors, ~np.asarray(holds))
+        problems += [error(_leaf(group, number)) for number, error in failed]
+    if problems:
+        raise SafetensorsLayoutError.collect(problems, "leaves cannot be computed")
+
+
+def _leaf(group: _ArrayGroup, number: int) -> str:
+    return next(name for name, n in group.results.items() if n == number)

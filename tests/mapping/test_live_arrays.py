@@ -1,0 +1,375 @@
+"""`Mapping.apply` and `unapply` on arrays in memory, against loads and saves of their values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from checkpoints import assert_same_bits, nested, random_tensor, save
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+from mapped_llama import SPECS, abstract_llama, path, saved_mapping, tensors
+from mapping_expressions import ALL_OPS, INDEX_OPS, cases
+from meshes import any_sharding, mesh_of
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
+from orbax_safetensors_layout.mapping import Mapping, concat, fill, opaque, rounded, rule, tensor
+from orbax_safetensors_layout.mapping.expr.values import Add, Scale
+from orbax_safetensors_layout.mapping.live.exact_values import arithmetic, cast
+
+__all__ = ["path", "tensors"]  # fixtures
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = ("float32", "float16", "bfloat16", *(n for n in dir(ml_dtypes) if n.startswith("float8")))
+INTEGERS = ("bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32")
+MAPPED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def dtype_of(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def every_value(dtype):
+    """All values of a dtype of up to 16 bits, of wider ones the bits of many."""
+    rng = np.random.default_rng(0)
+    if dtype.name in ("int4", "uint4"):
+        return np.arange(-8 if dtype.name == "int4" else 0, 8, dtype=np.int8).astype(dtype)
+    if dtype == np.bool_:
+        return np.array([False, True])
+    if dtype.itemsize < 4:
+        return np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
+    values = rng.integers(0, 1 << 32, 1 << 18, np.uint32)
+    if dtype.kind == "f":  # those at which rounding begins, of each exponent
+        tops = np.arange(1 << 16, dtype=np.uint32) << 16
+        near = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+        values = np.concatenate([values, (tops[:, None] | near).reshape(-1)])
+    return values.view(dtype)
+
+
+@pytest.mark.parametrize("source", [*FLOATS, *INTEGERS])
+def test_casts_to_floats_have_the_bits_of_numpy(source):
+    values = every_value(dtype_of(source))
+    targets = [dtype_of(name) for name in FLOATS if name not in (source, "float8_e8m0fnu")]
+    results = jax.jit(lambda x: [cast(x, dtype)[0] for dtype in targets])(jnp.asarray(values))
+    for dtype, result in zip(targets, results, strict=True):
+        assert_same_bits(np.asarray(result), rounded(values, dtype))
+
+
+@pytest.mark.parametrize("source", [*FLOATS, *INTEGERS])
+def test_integers_hold_the_values_that_they_hold_in_numpy(source):
+    values = every_value(dtype_of(source))
+    for target in INTEGERS:
+        dtype = dtype_of(target)
+        if target == source:
+            continue
+        result, kept = jax.jit(lambda x, dtype=dtype: cast(x, dtype))(jnp.asarray(values))
+        expected, holds = osl.mapping.to_whole(values, dtype)
+        if kept is not None:
+            np.testing.assert_array_equal(np.asarray(kept), holds)
+        assert_same_bits(np.asarray(result)[holds], expected[holds])
+
+
+@pytest.mark.parametrize("name", [*FLOATS[:-1], "int4", "int8", "uint16", "int32"])
+@pytest.mark.parametrize("op", [Scale(3.0), Scale(0.1), Add(1.0), Add(0.0), Add(-0.0), Scale(0.0)])
+def test_arithmetic_has_the_bits_of_numpy_or_is_refused(name, op):
+    dtype = dtype_of(name)
+    if name == "float8_e8m0fnu" or (dtype.kind != "f" and "int" in name and op == Scale(0.1)):
+        return
+    values = every_value(dtype)
+    result, kept = jax.jit(lambda x: arithmetic(op, x))(jnp.asarray(values))
+    expected, holds = op.checked(values)
+    good = holds if kept is None else np.asarray(kept)
+    assert_same_bits(np.asarray(result)[good & holds], expected[good & holds])
+    assert not (good & ~holds).any()
+    if "int" not in name:
+        least = np.finfo(np.float32).tiny
+        near = [np.abs(x.astype(np.float32)) <= least for x in (values, expected)]
+        assert (good | near[0] | near[1]).all()
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("power", [-20, -3, -1, 0, 1, 2, 14])
+def test_powers_of_two_scale_all_numbers(name, power):
+    values = every_value(dtype_of(name))
+    for op in (Scale(2.0**power), Scale(-(2.0**power))):
+        result, kept = jax.jit(lambda x, op=op: arithmetic(op, x))(jnp.asarray(values))
+        assert kept is None
+        assert_same_bits(np.asarray(result), op.checked(values)[0])
+
+
+def test_a_product_and_a_sum_are_rounded_each():
+    values = np.random.default_rng(0).standard_normal(1 << 14).astype(np.float32)
+    mapping = Mapping([rule("x", tensor("x").scale(1.1).add(0.3))])
+    result = mapping.apply({"x": jnp.asarray(values)})["x"]
+    assert_same_bits(np.asarray(result), values * np.float32(1.1) + np.float32(0.3))
+
+
+def test_a_rounding_in_between_is_kept():
+    values = np.random.default_rng(0).standard_normal(1 << 10).astype(np.float32)
+    mapping = Mapping([rule("x", tensor("x").cast("bfloat16").cast("float32"))])
+    result = mapping.apply({"x": jnp.asarray(values)})["x"]
+    assert_same_bits(np.asarray(result), values.astype(BF16).astype(np.float32))
+
+
+def place(value, sharding):
+    return jax.device_put(jnp.asarray(value), sharding)
+
+
+@st.composite
+def mappings(draw):
+    """A mapping of one to three rules, with the tensors that it takes."""
+    rules, tensors = [], {}
+    for number in range(draw(st.integers(1, 3))):
+        case = draw(cases(draw(st.sampled_from([ALL_OPS, INDEX_OPS])), depth=4))
+        names = {name: f"m{number}.{name}" for name in case.tensors}
+        expr = renamed(case.expr, names)
+        dtype = draw(st.sampled_from([None, "float32", *MAPPED]))
+        if dtype is not None:
+            expr = expr.cast(dtype, lossy_inverse=True)
+        rules.append(rule(f"block.leaf{number}", expr))
+        tensors |= {names[name]: np.asarray(array) for name, array in case.tensors.items()}
+    return Mapping(rules), tensors
+
+
+def renamed(expr, names):
+    import dataclasses
+
+    if isinstance(expr, tuple):
+        return tuple(renamed(part, names) for part in expr)
+    if not dataclasses.is_dataclass(expr) or not hasattr(expr, "patterns"):
+        return expr
+    if hasattr(expr, "name"):
+        first, dot, rest = expr.name.partition(".")
+        whole = next(iter(names.values())).partition(".")[0]
+        return dataclasses.replace(expr, name=f"{whole}.{first}{dot}{rest}")
+    fields = {field.name: getattr(expr, field.name) for field in dataclasses.fields(expr)}
+    return dataclasses.replace(expr, **{k: renamed(v, names) for k, v in fields.items()})
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_random_mappings_against_loads_and_saves(data, tmp_path_factory):
+    mapping, tensors = data.draw(mappings())
+    folder = save(tmp_path_factory.mktemp("random"), tensors)
+    facts = mapping.leaf_facts(folder)
+    abstract = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=any_sharding(data, shape))
+        for name, (shape, dtype) in facts.items()
+    }
+    expected = osl.load(folder, nested(abstract), mapping=mapping)
+    arrays = {n: place(x, any_sharding(data, x.shape)) for n, x in tensors.items()}
+    donate = data.draw(st.booleans())
+    chosen = nested({name: leaf.sharding for name, leaf in abstract.items()})
+    kept = {name: place(x, arrays[name].sharding) for name, x in tensors.items()}
+    made = mapping.apply(
+        arrays, data.draw(st.sampled_from([chosen, nested(abstract)])), donate=donate
+    )
+    jax.tree.map(assert_same_array, made, expected)
+    jax.tree.map(lambda a, b: assert_same_bits(*map(np.asarray, (a, b))), mapping.apply(kept), made)
+    target = folder / "saved"
+    saving = mapping.like(folder)
+    try:
+        saving.inverse().bind({name: (x.shape, x.dtype) for name, x in abstract.items()})
+    except MappingError:
+        with pytest.raises(MappingError):
+            saving.unapply(made)
+        return
+    osl.save(target, made, mapping=saving)
+    written = safetensors.numpy.load_file(target / "model.safetensors")
+    shardings = {name: any_sharding(data, x.shape) for name, x in written.items()}
+    back = saving.unapply(made, data.draw(st.sampled_from([None, shardings])), donate=donate)
+    assert set(back) == set(written)
+    for name, array in back.items():
+        assert_same_bits(np.asarray(array), written[name])
+
+
+def assert_same_array(array, other):
+    assert_same_bits(np.asarray(array), np.asarray(other))
+    assert array.sharding.is_equivalent_to(other.sharding, array.ndim)
+
+
+@pytest.mark.parametrize("split", SPECS)
+def test_a_model_there_and_back(tmp_path, path, tensors, split):
+    mapping, mesh = saved_mapping(), mesh_of(x=2, y=2)
+    sharding = {n: NamedSharding(mesh, SPECS[split](x.ndim)) for n, x in tensors.items()}
+    arrays = {name: place(x, sharding[name]) for name, x in tensors.items()}
+    abstract = abstract_llama(path, split)
+    tree = mapping.apply(arrays, abstract)
+    jax.tree.map(assert_same_array, tree, osl.load(path, abstract, mapping=mapping))
+    osl.save(tmp_path / "saved", tree, mapping=mapping)
+    written = safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors")
+    back = mapping.unapply(tree, sharding)
+    assert set(back) == set(written)
+    for name, array in back.items():
+        assert_same_bits(np.asarray(array), written[name])
+        assert array.sharding == sharding[name]
+
+
+def counted(call):
+    """The result of a call, and how many programs JAX compiles for it."""
+    compiled = []
+    listener = lambda event, seconds, **_: compiled.append(event)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        result = call()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    return result, sum("backend_compile" in event for event in compiled)
+
+
+def test_layers_share_what_is_compiled_and_a_second_call_compiles_nothing(tensors):
+    rules = [rule("layers.{i}.up", tensor("model.layers.{i}.gate_up.weight").transpose())]
+    mapping = Mapping(rules, strict=False)
+    arrays = {name: jnp.asarray(x) for name, x in tensors.items()}
+    first, compiled = counted(lambda: mapping.apply(arrays))
+    assert compiled == 1
+    tree = mapping.unapply(first)
+    again, compiled = counted(lambda: (mapping.apply(arrays), mapping.unapply(first)))
+    assert compiled == 0
+    jax.tree.map(lambda a, b: assert_same_bits(np.asarray(a), np.asarray(b)), again, (first, tree))
+
+
+def test_donated_arrays_are_given_up_but_not_those_with_two_names():
+    mapping = Mapping([rule("{i}.up", tensor("{i}.weight").transpose())])
+    arrays = {f"{i}.weight": jnp.full((4, 8), i, jnp.float32) for i in range(3)}
+    arrays["3.weight"] = arrays["2.weight"]
+    tree = mapping.apply(arrays, donate=True)
+    assert [x.is_deleted() for x in arrays.values()] == [True, True, False, False]
+    back = mapping.unapply(tree, donate=True)
+    assert [float(x[0, 0]) for x in back.values()] == [0, 1, 2, 2]
+    assert all(x.is_deleted() for x in jax.tree.leaves(tree))
+
+
+def test_to_other_devices_and_a_single_one():
+    mapping = Mapping([rule("up", tensor("weight").transpose())])
+    value = np.arange(32, dtype=np.float32).reshape(4, 8)
+    arrays = {"weight": jax.device_put(value, jax.devices()[0])}
+    sharding = NamedSharding(mesh_of(jax.devices()[4:], x=4), P("x"))
+    up = mapping.apply(arrays, sharding)["up"]
+    assert up.sharding == sharding
+    assert_same_bits(np.asarray(up), value.T)
+    back = mapping.unapply({"up": up}, {"weight": arrays["weight"].sharding})["weight"]
+    assert back.devices() == {jax.devices()[0]}
+
+
+def test_over_a_mesh_of_explicit_axes():
+    mesh = mesh_of(x=2, y=2, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    expr = tensor("w").rearrange("(h d) e -> e h d", d=2)
+    mapping = Mapping([rule("q", expr), rule("k", concat([tensor("a"), tensor("b")], 0))])
+    value = np.arange(64, dtype=np.float32).reshape(8, 8)
+    arrays = {
+        "w": place(value, NamedSharding(mesh, P("x", "y"))),
+        "a": place(value, NamedSharding(mesh, P("x"))),
+        "b": place(value, NamedSharding(mesh, P(None, "y"))),
+    }
+    target = NamedSharding(mesh, P(None, "x"))
+    for shardings in (None, target):
+        tree = mapping.apply(arrays, shardings)
+        assert_same_bits(np.asarray(tree["q"]), value.reshape(4, 2, 8).transpose(2, 0, 1))
+        back = mapping.like({n: (x.shape, x.dtype) for n, x in arrays.items()}).unapply(tree)
+        for array in back.values():
+            assert_same_bits(np.asarray(array), value)
+    assert tree["q"].sharding.is_equivalent_to(target, 3)
+
+
+def test_within_a_traced_function_and_of_abstract_arrays():
+    mapping = Mapping([rule("up", tensor("weight").transpose().cast("bfloat16"))])
+    weight = jnp.arange(32, dtype=jnp.float32).reshape(4, 8)
+    up = jax.jit(lambda w: mapping.apply({"weight": w})["up"])(weight)
+    assert_same_bits(np.asarray(up), np.asarray(weight).T.astype(BF16))
+    sharding = NamedSharding(mesh_of(x=2), P("x"))
+    abstract = mapping.apply({"weight": jax.ShapeDtypeStruct((4, 8), jnp.float32)}, sharding)
+    assert abstract == {"up": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16, sharding=sharding)}
+
+
+def test_integers_that_do_not_fit_are_refused_by_leaf():
+    mapping = Mapping([rule("ids.{i}", tensor("t{i}").cast("int8"))])
+    arrays = {"t0": jnp.arange(4), "t1": jnp.arange(200, 204)}
+    with pytest.raises(DtypeMismatchError, match=r"cast\('int8'\).*'ids.1'.*int8"):
+        mapping.apply(arrays)
+    with pytest.raises(MappingError, match=r"traces.*'ids.0'.*outside of jax.jit"):
+        jax.jit(mapping.apply)(arrays)
+    assert_same_bits(
+        np.asarray(mapping.apply({"t0": arrays["t0"]})["ids"]["0"]), np.arange(4, dtype=np.int8)
+    )
+
+
+def test_subnormal_numbers_are_cast_but_not_multiplied():
+    tiny = {"w": jnp.asarray(np.array([1e-39, 1.0, 0.0], np.float32))}
+    cast_only = Mapping([rule("w", tensor("w").cast("bfloat16"))])
+    expected = np.asarray(tiny["w"]).astype(BF16)
+    assert expected[0] != 0
+    assert_same_bits(np.asarray(cast_only.apply(tiny)["w"]), expected)
+    with pytest.raises(MappingError, match=r"scale\(3.0\).*takes for zero.*'w'.*subnormal.*files"):
+        Mapping([rule("w", tensor("w").scale(3.0))]).apply(tiny)
+
+
+def test_rules_for_files_alone_are_refused_together_by_leaf_and_rule():
+    mapping = Mapping(
+        [
+            rule("inverse", opaque(np.linalg.inv, tensor("r"), shape=(2, 2), dtype="float32")),
+            rule("wide", fill((2,), 1, "float64")),
+        ]
+    )
+    with pytest.raises(MappingError) as raised:
+        mapping.apply({"r": jnp.eye(2)})
+    message = str(raised.value)
+    assert "'inverse', opaque(inv, tensor('r')" in message
+    assert "a function of numpy arrays" in message
+    assert "'wide', fill(" in message
+    assert "jax_enable_x64" in message
+    assert "Save these weights and load them" in message
+
+
+@pytest.mark.parametrize(
+    ("tensors", "match"),
+    [
+        ([1], "'name': array"),
+        ({"w": np.zeros(3)}, r"'w'.*jax.Array.*ndarray.*device_put"),
+        ({"w": jax.ShapeDtypeStruct((), jax.random.key(0).dtype)}, "key_data"),
+    ],
+)
+def test_what_is_no_array_of_jax_is_refused(tensors, match):
+    with pytest.raises(MappingError, match=match):
+        Mapping([rule("w", tensor("w"))]).apply(tensors)
+
+
+def test_shardings_of_what_is_not_there_are_refused():
+    mapping = Mapping([rule("w", tensor("w"))])
+    with pytest.raises(MappingError, match="'v'"):
+        mapping.unapply({"w": jnp.ones(2)}, {"v": NamedSharding(mesh_of(x=1), P())})
+    with pytest.raises(MappingError, match=r"'w'.*Sharding.*str"):
+        mapping.apply({"w": jnp.ones(2)}, {"w": "x"})
+
+
+DECODED = {
+    "fp8": (
+        osl.dequantize_block(tensor("w"), tensor("s"), (4, 8), "bfloat16"),
+        {"w": ((10, 20), "float8_e4m3fn"), "s": ((3, 3), "float32")},
+    ),
+    "mxfp4": (
+        osl.dequantize_mxfp4(tensor("w"), tensor("s"), "float32"),
+        {"w": ((3, 2, 16), "uint8"), "s": ((3, 2), "uint8")},
+    ),
+    "int4": (
+        osl.dequantize_int4(tensor("w"), tensor("s"), 8, "bfloat16"),
+        {"w": ((3, 4), "int32"), "s": ((3, 4), "bfloat16")},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_simple_quantised_weights_are_decoded(tmp_path, kind):
+    expr, specs = DECODED[kind]
+    tensors = {n: random_tensor(shape, dtype_of(dtype), 1) for n, (shape, dtype) in specs.items()}
+    scales = np.random.default_rng(0).uniform(0.5, 2, tensors["s"].shape)
+    tensors["s"] = (scales * 120 if kind == "mxfp4" else scales).astype(tensors["s"].dtype)
+    mapping = Mapping([rule("w", expr.transpose())])
+    folder = save(tmp_path / "quantised", tensors)
+    loaded = osl.load(folder, mapping.abstract(folder), mapping=mapping)
+    made = mapping.apply({name: jnp.asarray(x) for name, x in tensors.items()})
+    assert_same_bits(np.asarray(made["w"]), np.asarray(loaded["w"]))
