@@ -165,8 +165,8 @@ def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
         placements: dict[str, Placement | None] = dict.fromkeys(names, shardings)
         return nested_dicts(_all_values(groups, arrays, placements, donate))
     asked, build = _asked_leaves(shardings)
-    facts = tuple((name, leaf.shape, leaf.dtype) for name, leaf in asked.items())
-    groups = _planned(mapping, specs, facts)
+    requests = tuple((name, leaf.shape, leaf.dtype) for name, leaf in asked.items())
+    groups = _planned(mapping, specs, requests)
     placements = {name: leaf.placement for name, leaf in asked.items()}
     values = _all_values(groups, arrays, placements, donate)
     return build([values[name] for name in asked])

@@ -82,7 +82,7 @@ def refusal(node: BoundExpr) -> str | None:
 
 
 class TracedValues:
-    """The values of expressions over arrays, each computed once; `value_checks` are of those so far."""
+    """The values of expressions over arrays, each computed once, and what they have to be."""
 
     def __init__(self, arrays: Mapping[str, jax.Array]) -> None:
         self._arrays = arrays
@@ -101,10 +101,10 @@ class TracedValues:
     def _of(self, node: BoundExpr) -> jax.Array:
         """Return what is moved of a node: its values, or their bits."""
         if id(node) not in self._moved:
-            self._moved[id(node)] = self._computed(node)
+            self._moved[id(node)] = self._value_of(node)
         return self._moved[id(node)]
 
-    def _computed(self, node: BoundExpr) -> jax.Array:
+    def _value_of(self, node: BoundExpr) -> jax.Array:
         match node:
             case WholeTensor():
                 return to_bits(self._arrays[node.name])
