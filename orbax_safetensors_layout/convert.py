@@ -63,6 +63,7 @@ from orbax_safetensors_layout.storage import LocalStorage, open_storage
 from orbax_safetensors_layout.writing import (
     appearance_rank,
     check_target,
+    configured_files,
     read_sidecar_files,
 )
 
@@ -233,7 +234,8 @@ def convert(
             if dequantize is not None:
                 sidecar_files = plain_configurations(sidecar_files)
             if quantize is not None:
-                sidecar_files = quantize.configured(sidecar_files, expressions)
+                configured = functools.partial(quantize.configured, weights=expressions)
+                sidecar_files = configured_files(sidecar_files, folder, configured)
             identity = (reader.identity(), *arguments, options.dtype)
             planned = FilesTarget(
                 target_tree,

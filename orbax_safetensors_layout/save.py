@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from orbax_safetensors_layout.writing import (
     PreparedTree,
     assemble_files,
     commit_when_complete,
+    configured_files,
     read_sidecar_files,
     write_mapped,
     write_parts,
@@ -70,8 +72,9 @@ def save(
             tensor has the dtype of its leaves, unless the mapping casts or `WriteOptions.dtype`
             says otherwise.
         config: The folder of the model whose `config.json`, tokenizer and the like are put beside
-            the files, as they are but for the quantisation of a `WriteOptions(quantize=...)`:
-            without a `config.json`, `transformers` does not open a folder.
+            the files, as they are but for the quantisation of a `WriteOptions(quantize=...)`,
+            which a `config.json` in the folder is given where this has none: without a
+            `config.json`, `transformers` does not open a folder.
         options: How to write.
         overwrite: Replace an existing safetensors checkpoint.
 
@@ -97,8 +100,11 @@ def save(
         if config is not None and group.is_leader:
             sidecar_files = read_sidecar_files(config, required=True)
         prepared = PreparedSave.of(tree, options, mapping=mapping)
-        if options.quantize is not None and prepared.mapped is not None:
-            sidecar_files = options.quantize.configured(sidecar_files, prepared.mapped.plain)
+        if options.quantize is not None and prepared.mapped is not None and group.is_leader:
+            configured = functools.partial(
+                options.quantize.configured, weights=prepared.mapped.plain
+            )
+            sidecar_files = configured_files(sidecar_files, path, configured)
         prepared.commit(path, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
 
 

@@ -5,6 +5,7 @@ from .commit import (
     appearance_rank,
     check_target,
     commit_when_complete,
+    configured_files,
     read_sidecar_files,
 )
 from .folder import CheckpointFolder, with_digests, write_small_files

@@ -168,3 +168,19 @@ def read_sidecar_files(
             expected="a folder with such files, or one of them",
         )
     return data
+
+
+def configured_files(
+    files: Mapping[str, bytes],
+    target: PathLike,
+    configured: Callable[[Mapping[str, bytes]], dict[str, bytes]],
+) -> dict[str, bytes]:
+    """Returns the side files of a save as `configured` returns them.
+
+    Files that are in the target already and stay there are among them where it changes these.
+    """
+    present = read_sidecar_files(target)
+    changed = configured({**present, **files})
+    return {
+        name: data for name, data in changed.items() if name in files or data != present.get(name)
+    }

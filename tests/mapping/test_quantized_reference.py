@@ -77,7 +77,7 @@ def test_no_further_from_the_weight_than_the_library(tmp_path, kind, seed):
     assert errors[0].mean() <= errors[1].mean() * 1.0001
 
 
-def tiny_llama(folder):
+def tiny_llama(folder, **kwargs):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -88,6 +88,7 @@ def tiny_llama(folder):
         num_key_value_heads=2,
         vocab_size=128,
         torch_dtype="bfloat16",
+        **kwargs,
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
@@ -128,3 +129,22 @@ def test_transformers_opens_it_with_equal_values(tmp_path, kind):
     tokens = torch.arange(8)[None]
     assert torch.isfinite(opened(tokens).logits).all()
     assert jax.tree.leaves(ours)
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_an_output_layer_that_shares_the_embeddings_weight(tmp_path, kind):
+    """It has no tensor in the files, and is no quantised module all the same."""
+    from transformers import AutoModelForCausalLM
+
+    tiny_llama(tmp_path / "plain", tie_word_embeddings=True)
+    leaves = osl.load(tmp_path / "plain")
+    assert "lm_head.weight" not in leaves
+    options = osl.WriteOptions(quantize=osl.Quantization(kind))
+    osl.save(tmp_path / "out", leaves, config=tmp_path / "plain", options=options)
+    opened, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    expected = np.asarray(leaves["model.embed_tokens.weight"]).astype(np.float32)
+    np.testing.assert_array_equal(opened.lm_head.weight.detach().float().numpy(), expected)

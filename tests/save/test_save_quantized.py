@@ -199,7 +199,7 @@ def test_the_configuration_says_it(tmp_path):
     said = config.pop("quantization_config")
     assert config == {"model_type": "llama", "hidden_size": 64}
     assert said["quant_method"] == "compressed-tensors"
-    assert said["ignore"] == ["model.embed_tokens"]
+    assert said["ignore"] == ["model.embed_tokens", "lm_head"]
     weights = said["config_groups"]["group_0"]["weights"]
     assert (weights["strategy"], weights["block_structure"]) == ("block", [128, 128])
     assert (tmp_path / "out" / "tokenizer.json").exists()
@@ -211,8 +211,27 @@ def test_the_configuration_says_it(tmp_path):
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["model.embed_tokens"],
+        "modules_to_not_convert": ["model.embed_tokens", "lm_head"],
     }
+
+
+@pytest.mark.parametrize("how", ["save", "convert"])
+def test_a_configuration_that_is_there_already_says_it(tmp_path, how):
+    tensors, out = model(), configured(tmp_path).rename(tmp_path / "out")
+    osl.save(tmp_path / "plain", tensors)
+    for kind in ("int4", "fp8_block"):
+        if how == "save":
+            osl.save(out, tensors, options=quantized(kind), overwrite=True)
+        else:
+            quantize = osl.Quantization(kind)
+            osl.convert(tmp_path / "plain", out, format="hf", quantize=quantize, overwrite=True)
+        config = json.loads((out / "config.json").read_text())
+        assert config["hidden_size"] == 64
+        fmt = {"int4": "pack-quantized", "fp8_block": "float-quantized"}[kind]
+        assert config["quantization_config"]["format"] == fmt
+        assert (out / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(osl.CheckpointExistsError):
+        osl.save(configured(tmp_path), tensors, options=quantized("int4"))
 
 
 def test_modules_are_chosen_by_patterns(tmp_path):

@@ -32,7 +32,7 @@ from .found_weight import FoundWeight, QuantizationSettings, WeightScheme
 
 _SCHEMES = (*bitsandbytes.SCHEMES, *float_formats.SCHEMES, *integer_formats.SCHEMES)
 # Scales of activations and of caches: what is computed with weights, not weights.
-_OF_ACTIVATIONS = re.compile(
+OF_ACTIVATIONS = re.compile(
     r".*[._]([qkv]_scale|(input|output)_(scale|zero_point|global_scale|amax)"
     r"|(k|v|q)_zero_point)"
 )
@@ -219,7 +219,7 @@ def _mapping(
 ) -> Mapping:
     taken = {part for weight in weights.values() for part in weight.parts}
     plain = [name for name in entries if name not in taken]
-    dropped = [name for name in plain if weights and _OF_ACTIVATIONS.fullmatch(name)]
+    dropped = [name for name in plain if weights and OF_ACTIVATIONS.fullmatch(name)]
     left = set(dropped)
     kept = {name: tensor(_wildcards(name)) for name in plain if name not in left}
     for name in kept:

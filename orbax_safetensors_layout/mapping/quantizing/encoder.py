@@ -19,6 +19,7 @@ from ..casting import rounded
 from ..expr.quantized import CHUNK_ELEMENTS, blocks_of
 from .group_formats import GroupFormat
 
+_HINT = "Leave it out: Quantization(..., ignore=[...]); or mend the weight."
 _SHORT = 64  # values in a row of a group; of more numpy finds the largest fast
 
 Part = Literal["values", "scales", "factor"]
@@ -103,6 +104,13 @@ class WeightEncoder:
         (down, across), per_element = form.block, form.per_element
         for values, largest, top, left in self._chunks(weight):
             scales = form.scales(largest, factor)
+            if not np.isfinite(form.units(scales, factor)).all():
+                raise SafetensorsLayoutError(
+                    f"the weight has values too large for scales in {form.scale_dtype.name}",
+                    tensor=self.name,
+                    found=f"{largest.max():g}",
+                    hint=_HINT,
+                )
             groups = _placed(scales, top // down, left // across)
             if known is not None:
                 same = self._are_same(values, known[groups], factor, weight.dtype)
@@ -151,7 +159,7 @@ class WeightEncoder:
                     "the weight has values that are not finite, which its quantised form has not",
                     tensor=self.name,
                     found=f"{np.count_nonzero(~np.isfinite(values))} in some groups",
-                    hint="Leave it out: Quantization(..., ignore=[...]); or mend the weight.",
+                    hint=_HINT,
                 )
             yield _ValueGroups(values, largest, top, left)
 
@@ -181,8 +189,9 @@ class _ValueGroups(NamedTuple):
 def _codes(
     form: GroupFormat, values: np.ndarray, scales: np.ndarray, factor: np.float32
 ) -> np.ndarray:
+    units = form.units(scales, factor)
     with np.errstate(all="ignore"):
-        return form.codes(values / form.units(scales, factor)[:, None, :, None])
+        return form.codes(values / np.where(units, units, np.float32(1))[:, None, :, None])
 
 
 class WeightLayout(NamedTuple):
@@ -203,7 +212,7 @@ class WeightLayout(NamedTuple):
         before: StoredScales | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> dict[str, BoundExpr]:
-        """Return the tensors of a weight; `shapes` are other than usual ones of the same size."""
+        """Return the tensors of a weight; `shapes` are other than usual ones, by axes of one."""
         if self.is_grouped and len(weight.shape) > 1:
             axes = range(len(weight.shape))
             weight = permuted(weight, (*axes[:-2], axes[-1], axes[-2]))
@@ -248,7 +257,7 @@ class WeightLayout(NamedTuple):
             encoder = WeightEncoder(form, part, (merged.shape[0], columns), name, before, most)
             expr = Decoded(own, dtype, (merged,), encoder)
             stored = (shapes or {}).get(full, shape)
-            if math.prod(stored) != math.prod(shape):
+            if _longer_than_one(stored) != _longer_than_one(shape):
                 raise MappingError(
                     f"{name!r} has another shape than in the folder that it is saved like",
                     expected=f"one that makes {full!r} {list(stored)}",
@@ -259,6 +268,25 @@ class WeightLayout(NamedTuple):
             extents = [Constant((1,), np.dtype(np.int64), np.int64(n)) for n in weight.shape]
             result[joined_name(name, self.shape)] = concatenated(extents, 0)
         return result
+
+
+def add_parts(
+    result: dict[str, BoundExpr],
+    name: str,
+    parts: Mapping[str, BoundExpr],
+    plain: Mapping[str, BoundExpr],
+) -> None:
+    """Adds the tensors of a weight, none of which may have the name of another."""
+    for part, expr in parts.items():
+        if part in result or (part in plain and part != name):
+            raise MappingError(
+                f"there are two tensors {part!r}: one of the quantised weight {name!r}"
+            )
+        result[part] = expr
+
+
+def _longer_than_one(shape: tuple[int, ...]) -> list[int]:
+    return [extent for extent in shape if extent != 1]
 
 
 def joined_name(name: str, part: str) -> str:

@@ -30,6 +30,7 @@ _UINT8 = np.dtype(np.uint8)
 _MOST_FP8 = 448.0
 _MOST_FP4 = 6.0
 _MOST_PRODUCT = _MOST_FP8 * _MOST_FP4
+_MOST_ROUNDED = 464 * _MOST_FP4  # below, the largest of FP8 is the nearest scale
 _LEAST_FP8 = 2.0**-9  # above zero
 _TINY = np.finfo(np.float32).tiny
 _EXPONENT_BIAS = 127
@@ -84,6 +85,13 @@ class GroupFormat(abc.ABC):
     def scales(self, largest: np.ndarray, factor: np.float32) -> np.ndarray:
         """Return the stored scales of groups with these largest magnitudes."""
 
+    def nearest_scales(self, scales: np.ndarray) -> np.ndarray:
+        """Return scales as stored: one for groups of zeros, and none so small that it is coarse."""
+        finfo: Any = ml_dtypes.finfo  # untyped
+        least = np.float32(max(_TINY, 32 * float(finfo(self.scale_dtype).smallest_subnormal)))
+        scales = np.where(scales, np.maximum(scales, least), np.float32(1))
+        return rounded(scales, self.scale_dtype)
+
     def units(self, scales: np.ndarray, factor: np.float32) -> np.ndarray:
         """Return what the stored values of groups are multiplied by."""
         return scales.astype(np.float32)
@@ -109,8 +117,7 @@ class Fp8Groups(GroupFormat):
     is_whole = False
 
     def scales(self, largest: np.ndarray, factor: np.float32) -> np.ndarray:
-        scales = np.maximum(largest / np.float32(_MOST_FP8), _TINY)
-        return np.where(largest, scales, 1).astype(self.scale_dtype)
+        return self.nearest_scales(largest / np.float32(_MOST_FP8))
 
     def codes(self, ratios: np.ndarray) -> np.ndarray:
         return _rounded_codes(ratios, _FLOAT8_OF).view(FLOAT8)
@@ -139,11 +146,7 @@ class Int4Groups(GroupFormat):
     per_element = 8
 
     def scales(self, largest: np.ndarray, factor: np.float32) -> np.ndarray:
-        finfo: Any = ml_dtypes.finfo  # untyped
-        limits = finfo(self.scale_dtype)
-        least, most = np.float32(limits.smallest_normal), np.float32(limits.max)
-        scales = (largest / np.float32(7.5)).clip(least, most)
-        return rounded(np.where(largest, scales, np.float32(1)), self.scale_dtype)
+        return self.nearest_scales(largest / np.float32(7.5))
 
     def codes(self, ratios: np.ndarray) -> np.ndarray:
         codes: np.ndarray = (np.rint(ratios).clip(-8, 7) + 8).astype(np.uint8)
@@ -201,7 +204,7 @@ class Nvfp4Groups(_Float4):
             return min(np.float32(_MOST_PRODUCT) / largest, np.finfo(np.float32).max)
 
     def fits(self, largest: np.float32, factor: np.float32) -> bool:
-        return bool(0 < factor < np.inf and largest * factor <= _MOST_PRODUCT)
+        return bool(0 < factor < np.inf and largest * factor < _MOST_ROUNDED)
 
     def scales(self, largest: np.ndarray, factor: np.float32) -> np.ndarray:
         scales = largest / np.float32(_MOST_FP4) * factor
@@ -220,7 +223,7 @@ class ModelOptNvfp4Groups(Nvfp4Groups):
         return np.float32(max(largest, _TINY)) / np.float32(_MOST_PRODUCT)
 
     def fits(self, largest: np.float32, factor: np.float32) -> bool:
-        return bool(0 < factor < np.inf and largest <= _MOST_PRODUCT * factor)
+        return bool(0 < factor < np.inf and largest < _MOST_ROUNDED * factor)
 
     def scales(self, largest: np.ndarray, factor: np.float32) -> np.ndarray:
         scales = largest / np.float32(_MOST_FP4) / factor

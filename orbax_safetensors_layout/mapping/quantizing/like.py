@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,45 +12,70 @@ import numpy as np
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MappingError, listed
 from orbax_safetensors_layout.format import TensorEntry
+from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.storage import open_storage, read_range
 
 from ..affine.bound import BoundExpr
+from ..affine.index_nodes import Decoded
 from ..dequantizing.dequantized import (
     CONFIG,
+    OF_ACTIVATIONS,
     DecodedWeight,
     configured_quantization,
     decoded_weights,
     plain_configurations,
     with_settings,
 )
-from .encoder import WeightLayout
+from .encoder import WeightLayout, add_parts, joined_name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FolderTensor:
+    """A small tensor of a folder, read when it is asked for; a `Decoder` of nothing."""
+
+    path: str
+    entry: TensorEntry
+
+    free = 0
+
+    def read(self) -> np.ndarray:
+        storage, _ = open_storage(self.path)
+        with storage:
+            data = read_range(storage, self.entry.file, self.entry.start, self.entry.nbytes)
+        return np.frombuffer(data, self.entry.dtype.numpy).reshape(self.entry.shape)
+
+    def widen(self, box: Box) -> Box:
+        return box
+
+    def needs(self, box: Box) -> tuple[Box, ...]:
+        return ()
+
+    def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        return np.asarray(self.read()[box.slices])
+
+    def expression(self) -> BoundExpr:
+        return Decoded(self.entry.shape, self.entry.dtype.numpy, (), self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredScalesOf:
-    """The scales of a weight in a folder, read when they are asked for."""
+    """The scales of a weight in a folder."""
 
-    path: str
-    entry: TensorEntry
-    factor_entry: TensorEntry | None
+    of_groups: FolderTensor
+    of_weight: FolderTensor | None
 
     def scales(self) -> np.ndarray:
-        return self._read(self.entry)
+        return self.of_groups.read()
 
     def factor(self) -> np.float32:
-        assert self.factor_entry is not None
-        return np.float32(self._read(self.factor_entry).reshape(-1)[0])
-
-    def _read(self, entry: TensorEntry) -> np.ndarray:
-        storage, _ = open_storage(self.path)
-        with storage:
-            data = read_range(storage, entry.file, entry.start, entry.nbytes)
-        return np.frombuffer(data, entry.dtype.numpy).reshape(entry.shape)
+        assert self.of_weight is not None
+        return np.float32(self.of_weight.read().reshape(-1)[0])
 
 
 class _Weight(NamedTuple):
     layout: WeightLayout
+    written: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     before: StoredScalesOf
 
@@ -69,6 +94,13 @@ class FolderQuantization:
             )
         self._weights = {
             name: self._weight(name, weight, entries) for name, weight in weights.items()
+        }
+        parts = {part for weight in weights.values() for part in weight.parts}
+        written = {part for weight in self._weights.values() for part in weight.written}
+        self._beside = {  # scales of activations, and parts that say nothing of the values
+            name: FolderTensor(self.path, entry)
+            for name, entry in entries.items()
+            if (name in parts or OF_ACTIVATIONS.fullmatch(name)) and name not in written
         }
 
     def __repr__(self) -> str:
@@ -90,9 +122,18 @@ class FolderQuantization:
             if known is None:
                 result[name] = weight
             else:
-                result |= known.layout.tensors(
-                    name, weight, before=known.before, shapes=known.shapes
+                add_parts(
+                    result,
+                    name,
+                    known.layout.tensors(name, weight, before=known.before, shapes=known.shapes),
+                    weights,
                 )
+        modules = {
+            name[:end] for name in weights for end, letter in enumerate(name) if letter == "."
+        }
+        for name, tensor in self._beside.items():
+            if name not in weights and name.rpartition(".")[0] in modules:
+                result[name] = tensor.expression()
         return result
 
     def configured(
@@ -114,5 +155,8 @@ class FolderQuantization:
         layout = scheme.layout(parts)
         scale, factor = parts.entry(layout.scales), parts.entry(layout.factor)
         assert scale is not None
-        before = StoredScalesOf(self.path, scale, factor if layout.factor else None)
-        return _Weight(layout, {part: entries[part].shape for part in stored}, before)
+        of_weight = FolderTensor(self.path, factor) if layout.factor and factor else None
+        before = StoredScalesOf(FolderTensor(self.path, scale), of_weight)
+        written = (layout.values, layout.scales, *filter(None, (layout.factor, layout.shape)))
+        names = tuple(joined_name(name, part) for part in written)
+        return _Weight(layout, names, {part: entries[part].shape for part in stored}, before)

@@ -15,7 +15,7 @@ from orbax_safetensors_layout.options import is_floating
 
 from ..affine.bound import BoundExpr
 from ..dequantizing.dequantized import CONFIG, plain_configurations, with_settings
-from .encoder import WeightLayout
+from .encoder import WeightLayout, add_parts
 from .group_formats import FLOAT8, Fp8Groups, Int4Groups, Mxfp4Groups, Nvfp4Groups
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ QuantizedFormat = Literal[
     "fp8_block", "fp8_channel", "deepseek_fp8", "int4", "mxfp4", "nvfp4", "gpt_oss_mxfp4"
 ]
 _WEIGHT = ".weight"
+_HEAD = "lm_head"
 _UINT8 = np.dtype(np.uint8)
 _GROUP = 128
 _BLOCK = (128, 128)
@@ -160,12 +161,7 @@ class Quantization:
                 result[name] = weight
                 continue
             scale_dtype = weight.dtype if dtype is None else dtype
-            for full, expr in self._layout(scale_dtype).tensors(name, weight).items():
-                if full in result or (full in weights and full != name):
-                    raise MappingError(
-                        f"there are two tensors {full!r}: one of the quantised weight {name!r}"
-                    )
-                result[full] = expr
+            add_parts(result, name, self._layout(scale_dtype).tensors(name, weight), weights)
         return result
 
     def configured(
@@ -186,6 +182,8 @@ class Quantization:
             for name, weight in weights.items()
             if name not in chosen and name.endswith(_WEIGHT) and len(weight.shape) == 2
         ]
+        if not any(name.removesuffix(_WEIGHT).endswith(_HEAD) for name in weights):
+            kept.append(_HEAD)  # a linear module that shares the embeddings' weight
         if self.format == "deepseek_fp8":
             return {
                 "quant_method": "fp8",

@@ -1,0 +1,141 @@
+"""`Quantization.like`: folders as others write them keep their bits, and no value is lost."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import orbax_safetensors_layout as osl
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F8 = np.dtype(ml_dtypes.float8_e4m3fn)
+UP = "model.layers.0.mlp.up_proj"
+
+
+def stored(folder):
+    return {name: np.asarray(leaf) for name, leaf in osl.load(folder).items()}
+
+
+def decoded(folder, dtype="float32"):
+    loaded = osl.load(folder, mapping=osl.dequantized(folder, dtype=dtype))
+    return {name: np.asarray(leaf) for name, leaf in loaded.items()}
+
+
+def like(folder):
+    return osl.WriteOptions(quantize=osl.Quantization.like(folder))
+
+
+def assert_same_bits(tmp_path, tensors, dtype="bfloat16"):
+    """What is loaded from a folder of these tensors and saved like it gives them again."""
+    osl.save(tmp_path / "first", tensors, overwrite=True)
+    values = decoded(tmp_path / "first", dtype)
+    osl.save(tmp_path / "again", values, options=like(tmp_path / "first"), overwrite=True)
+    again = stored(tmp_path / "again")
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert again[name].dtype == tensor.dtype, name
+        assert again[name].shape == tensor.shape, name
+        assert again[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt"])
+def test_nvfp4_of_any_factor(tmp_path, kind, dtype):
+    """The largest value, rounded, may be a little more than 6 x 448 times the factor."""
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        codes = rng.integers(0, 256, (32, 64)).astype(np.uint8)
+        scales = rng.uniform(1, 448, (32, 8)).astype(F8)
+        codes[0, :8], scales[0, 0] = 0x77, 448
+        factor = np.array([rng.uniform(100, 10000)], np.float32)
+        if kind == "modelopt":
+            names = ("", "_scale", "_scale_2")
+            factor = 1 / factor
+        else:
+            names = ("_packed", "_scale", "_global_scale")
+        parts = zip(names, (codes, scales, factor), strict=True)
+        assert_same_bits(tmp_path, {f"{UP}.weight{name}": part for name, part in parts}, dtype)
+
+
+@pytest.mark.parametrize("kind", ["fp8_channel", "int4", "nvfp4"])
+def test_scales_of_zero(tmp_path, kind):
+    weight = np.random.default_rng(0).standard_normal((8, 128)).astype(BF16)
+    weight[3] = 0
+    options = osl.WriteOptions(quantize=osl.Quantization(kind))
+    osl.save(tmp_path / "plain", {f"{UP}.weight": weight}, options=options)
+    tensors = {name: np.array(tensor) for name, tensor in stored(tmp_path / "plain").items()}
+    tensors[f"{UP}.weight_scale"][3] = 0
+    assert_same_bits(tmp_path, tensors)
+
+
+@pytest.mark.parametrize("kind", ["fp8_channel", "int4"])
+def test_scales_in_float16(tmp_path, kind):
+    """Changed groups get scales that float16 has, or an error: never NaN."""
+    weight = np.random.default_rng(0).standard_normal((8, 128)).astype(np.float16)
+    options = osl.WriteOptions(quantize=osl.Quantization(kind))
+    osl.save(tmp_path / "plain", {f"{UP}.weight": weight}, options=options)
+    tensors = stored(tmp_path / "plain")
+    tensors[f"{UP}.weight_scale"] = tensors[f"{UP}.weight_scale"].astype(np.float16)
+    assert_same_bits(tmp_path, tensors)
+    changed = decoded(tmp_path / "first")[f"{UP}.weight"].copy()
+    changed[0], changed[1], changed[2] = 1e-4, 1e-12, 1e5
+    changed[:3, ::2] = 0
+    osl.save(tmp_path / "out", {f"{UP}.weight": changed}, options=like(tmp_path / "first"))
+    again = decoded(tmp_path / "out")[f"{UP}.weight"]
+    np.testing.assert_allclose(again[0], changed[0], rtol=0.1)
+    np.testing.assert_allclose(again[1], changed[1], atol=1e-6)
+    np.testing.assert_allclose(again[2], changed[2], rtol=0.1)
+    changed[2, 0] = 1e9
+    with pytest.raises(osl.SafetensorsLayoutError, match=r"too large.*float16.*up_proj"):
+        osl.save(tmp_path / "no", {f"{UP}.weight": changed}, options=like(tmp_path / "first"))
+    assert not (tmp_path / "no").exists()
+
+
+def static_fp8():
+    """FP8 with a scale for each tensor and each activation, as AutoFP8 and ModelOpt write it."""
+    rng = np.random.default_rng(0)
+    attention = "model.layers.0.self_attn"
+    return {
+        f"{UP}.input_scale": np.array([0.25], np.float32),
+        f"{UP}.weight": rng.standard_normal((256, 128)).astype(F8),
+        f"{UP}.weight_scale": np.array([0.5], np.float32),
+        f"{UP}.weight_zero_point": np.zeros((256, 1), np.int8),
+        f"{attention}.k_scale": np.array(2, np.float32),
+        f"{attention}.q_proj.weight": rng.standard_normal((128, 128)).astype(F8),
+        f"{attention}.q_proj.weight_scale": np.array(0.125, np.float32),
+        "model.norm.weight": np.ones(8, np.float32),
+    }
+
+
+def test_scales_of_activations_stay(tmp_path):
+    tensors = static_fp8()
+    assert_same_bits(tmp_path, tensors)
+    values = decoded(tmp_path / "first", "bfloat16")
+    del values["model.layers.0.self_attn.q_proj.weight"]
+    osl.save(tmp_path / "part", values, options=like(tmp_path / "first"))
+    assert not [name for name in osl.metadata(tmp_path / "part") if "self_attn" in name]
+    # A conversion does the same.
+    osl.save(tmp_path / "plain", decoded(tmp_path / "first", "bfloat16"))
+    quantize = osl.Quantization.like(tmp_path / "first")
+    osl.convert(tmp_path / "plain", tmp_path / "out", format="hf", quantize=quantize)
+    again = stored(tmp_path / "out")
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert again[name].tobytes() == tensor.tobytes(), name
+
+
+def test_a_transposed_weight_is_refused(tmp_path):
+    for kind in ("fp8_block", "fp8_channel", "int4"):
+        weight = np.random.default_rng(0).standard_normal((128, 256)).astype(BF16)
+        options = osl.WriteOptions(quantize=osl.Quantization(kind))
+        osl.save(tmp_path / kind, {f"{UP}.weight": weight}, options=options)
+        with pytest.raises(osl.MappingError, match="another shape than in the folder"):
+            osl.save(tmp_path / "out", {f"{UP}.weight": weight.T}, options=like(tmp_path / kind))
+
+
+def test_a_part_beside_its_weight_is_refused(tmp_path):
+    tensors = static_fp8()
+    osl.save(tmp_path / "first", tensors)
+    values = decoded(tmp_path / "first")
+    values[f"{UP}.weight_scale"] = tensors[f"{UP}.weight_scale"]
+    with pytest.raises(osl.MappingError, match=r"two tensors.*weight_scale"):
+        osl.save(tmp_path / "out", values, options=like(tmp_path / "first"))
