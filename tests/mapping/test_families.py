@@ -20,7 +20,15 @@ import ml_dtypes
 import torch
 import transformers
 from family_cases import CASES, FAMILY, family_of
-from family_models import MODELS, copy, experts_in_one_tensor, make, read_one
+from family_models import (
+    MODELS,
+    VISION_SIZES,
+    copy,
+    experts_in_one_tensor,
+    experts_with_inputs_first,
+    make,
+    read_one,
+)
 from family_references import REFERENCES, maxtext
 from llama_jax import logits
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -235,24 +243,6 @@ def test_prefix_of_a_folder(saved, tmp_path):
     assert specs["params.token_embedder.embedding"].shape == (96, 40)
 
 
-VISION_SIZES = {
-    "llama4": {
-        "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28,
-        "num_attention_heads": 2, "patch_size": 14, "vision_output_dim": 16,
-        "projector_input_dim": 16, "projector_output_dim": 16,
-    },
-    "qwen3_5": {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
-        "out_hidden_size": 32, "num_position_embeddings": 16,
-    },
-    "gemma4": {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 4,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
-        "position_embedding_size": 16,
-    },
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", VISION_SIZES)
 def test_language_models_of_those_with_vision(saved, tmp_path, name):
     """The folder's names are found, and nothing of the vision model is asked for or lost."""
@@ -295,6 +285,44 @@ def test_experts_of_a_layer_in_one_tensor(saved):
         with pytest.raises(MappingError, match=f"there is no tensor '{name}'"):
             mapping.abstract(lacking)
     check(families.mapping(folder), folder, tensors, expected)
+
+
+@pytest.mark.parametrize("hidden", [32, 48, 24])
+def test_experts_of_qwen_3_vl_lie_either_way(tmp_path, hidden):
+    """Published ones have inputs first, and what transformers 5 saves has them last."""
+    (saved := tmp_path / "saved").mkdir()
+    folder, config, tensors, _ = make("qwen3_vl_moe", saved, hidden_size=hidden)
+    expected = REFERENCES["plain"]("qwen3_vl_moe", config, tensors, True)
+    check(families.mapping(folder), folder, tensors, expected)
+    published = experts_with_inputs_first(tensors)
+    state = {name: torch.from_numpy(a.view(np.uint16)).view(torch.bfloat16)
+             for name, a in published.items()}  # fmt: skip
+    turned = copy(folder, tmp_path / "published", without=tensors, more=state)
+    mapping = families.mapping(turned)
+    check(mapping, turned, published, expected)
+    check_inverse(mapping.like(turned), turned, published, expected)
+    check(families.mapping(config), specs_of(published), published, expected)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen2_vl", "Qwen2VL"), ("qwen2_vl", "Qwen2_5_VL")])
+@pytest.mark.parametrize("tied", [False, True])
+def test_configurations_of_vision_without_a_text_config(saved, tmp_path, name, kind, tied):
+    """As Qwen 2 VL and 2.5 VL were published: the text model's values are the outer ones."""
+    text = {k: v for k, v in saved[name].config.items() if k not in ("model_type", "layer_types")}
+    sizes = VISION_SIZES[name] | {"intermediate_size": 16, "out_hidden_size": 32}
+    model_type = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}[kind]
+    flat = text | {"model_type": model_type, "vision_config": sizes, "tie_word_embeddings": tied}
+    config = transformers.AutoConfig.for_model(**flat)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    files = osl.load(tmp_path)
+    assert ("lm_head.weight" in files) != tied
+    tree = osl.load(tmp_path, mapping=families.mapping(tmp_path))
+    assert ("lm_head.kernel" in tree) != tied
+    query = model.model.language_model.layers[1].self_attn.q_proj.weight.detach().float().numpy()
+    kernel = np.asarray(tree["layers.self_attn.q_proj.kernel"][1])
+    np.testing.assert_array_equal(kernel.reshape(32, -1).T.astype(np.float32), query)
 
 
 def test_a_module_for_multi_token_prediction_is_ignored_and_not_lost(saved, tmp_path):
@@ -777,7 +805,8 @@ def test_scalars_of_numpy_are_options(saved):
 def test_keys_that_transformers_does_not_read(saved, name):
     """Another family's keys change nothing; the classes of transformers say whose they are."""
     config = saved[name].config
-    own = getattr(transformers, f"{MODELS[name][0]}{'Text' * (name == 'gemma3')}Config")()
+    text = "Text" * (name == "gemma3" or "_vl" in name)
+    own = getattr(transformers, f"{MODELS[name][0]}{text}Config")()
     foreign = {
         key: value
         for key, value in {

@@ -17,6 +17,7 @@ FAMILY |= {
     "gemma4_dense": "gemma4",
     "gemma4_moe": "gemma4",
     "gemma4_unshared": "gemma4",
+    "mamba2_biased": "mamba2",
 }
 ONLY_PLAIN = (
     *(
@@ -29,11 +30,11 @@ ONLY_PLAIN = (
         "cohere2",
         "llama4",
     ),
-    *("qwen2_moe", "qwen3_5", "gemma3n"),
+    *("qwen2_moe", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "gemma3n", "mamba2"),
 )
 NOT_IN_MAXTEXT = (
     *("llama_biased", "qwen3_moe_mixed", "qwen3_next_mixed"),
-    *("gemma4", "gemma4_unshared"),
+    *("gemma", "gemma4", "gemma4_unshared"),
 )
 NOT_IN_TUNIX = (
     *("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral", "qwen3_next", "qwen3_next_mixed"),

@@ -35,6 +35,7 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+MIXER = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 2, "expand": 2}
 SHARED = {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 20}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -44,6 +45,29 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+PARTED_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+VISION_SIZES = {
+    "llama4": {
+        "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28,
+        "num_attention_heads": 2, "patch_size": 14, "vision_output_dim": 16,
+        "projector_input_dim": 16, "projector_output_dim": 16,
+    },
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+    "qwen3_vl": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    },
+    "qwen3_5": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": 32, "num_position_embeddings": 16,
+    },
+    "gemma4": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+        "position_embedding_size": 16,
+    },
+}  # fmt: skip
+VISION_SIZES["qwen3_vl_moe"] = VISION_SIZES["qwen3_vl"]
 
 # Name: prefix of transformers' classes, and what differs from `DIMS`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +79,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3_moe": ("Qwen3Moe", {**MOE, "num_experts": 5, "head_dim": 16}),
     "qwen3_moe_mixed": ("Qwen3Moe", {**MOE, "num_experts": 4, "mlp_only_layers": [1]}),
+    "qwen2_vl": ("Qwen2VL", {"rope_parameters": PARTED_ROPE}),
+    "qwen3_vl": ("Qwen3VL", {"rope_parameters": PARTED_ROPE, "head_dim": 8}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {**MOE, "rope_parameters": PARTED_ROPE, "head_dim": 8, "num_experts": 4}
+        | {"tie_word_embeddings": False},
+    ),
+    "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
         {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 12, "hidden_size": 40},
@@ -122,6 +154,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", SHARED | HYBRID),
     "qwen3_next_mixed": ("Qwen3Next", SHARED | HYBRID | {"mlp_only_layers": [0, 3]}),
     "qwen3_5": ("Qwen3_5", HYBRID),
+    "mamba2": ("Mamba2", MIXER),
+    "mamba2_biased": ("Mamba2", {**MIXER, "use_bias": True, "use_conv_bias": False}),
     "gemma3n": (
         "Gemma3n",
         {"num_hidden_layers": 5, "head_dim": 16, "hidden_size_per_layer_input": 8}
@@ -180,14 +214,35 @@ def make(name: str, folder, dtype: str = "bfloat16", **more: Any) -> Saved:
         **DIMS | {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0} | changes | more
     )
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(getattr(torch, dtype))
+    if causal := getattr(transformers, f"{kind}ForCausalLM", None):
+        model = causal(config)
+    else:
+        outer = getattr(transformers, f"{kind}Config")(
+            text_config=config.to_dict(), vision_config=VISION_SIZES[name]
+        )
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(outer)
+    model = model.eval().to(getattr(torch, dtype))
     with torch.no_grad():
         for tensor in [*model.parameters(), *_saved_buffers(model)]:
             tensor.copy_(torch.randn(tensor.shape) * 0.2)
-    model.save_pretrained(folder, max_shard_size="40KB")
+    if causal:
+        model.save_pretrained(folder, max_shard_size="40KB")
+    else:
+        _save_language_model(model, folder)
     return Saved(folder, json.loads((folder / "config.json").read_text()), read(folder), model)
 
 
+def _save_language_model(model, folder):
+    """The language model of one with vision, as if it were one by itself."""
+    from huggingface_hub import save_torch_state_dict
+
+    state = {f"model.{n}": t for n, t in model.model.language_model.state_dict().items()}
+    state["lm_head.weight"] = model.lm_head.weight.detach()
+    save_torch_state_dict(state, folder, max_shard_size="40KB", filename_pattern=PATTERN)
+    model.config.text_config.save_pretrained(folder)
+
+
+PATTERN = "model{suffix}.safetensors"
 _SAVED = ("e_score_correction_bias", "layer_scalar")
 
 
@@ -222,6 +277,14 @@ def experts_in_one_tensor(config, tensors):
         stored[f"{before}gate_up_proj"] = np.concatenate([gate, up], 1)
         stored[f"{before}down_proj"] = down
     return stored
+
+
+def experts_with_inputs_first(tensors):
+    """The tensors of a Qwen 3 VL as it is published."""
+    return {
+        name: np.ascontiguousarray(array.transpose(0, 2, 1)) if ".experts." in name else array
+        for name, array in tensors.items()
+    }
 
 
 def copy(source, target, without=(), more=()):

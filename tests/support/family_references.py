@@ -109,6 +109,8 @@ def linear_attention(x):
 
 
 def plain_layer(family, x):
+    if family == "mamba2":
+        return mamba_layer(x)
     leaves = {}
     for name in (
         "input_layernorm",
@@ -165,8 +167,14 @@ def plain_layer(family, x):
     if "mlp.gate.weight" in x:
         leaves["mlp.router.kernel"] = x.linear("mlp.gate")
         n = leaves["mlp.router.kernel"].shape[1]
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            leaves[f"mlp.experts.{name}.kernel"] = x.experts(f"mlp.experts.{{}}.{name}.weight", n)
+        if "mlp.experts.gate_up_proj" in x:
+            kernels = [*np.split(x("mlp.experts.gate_up_proj"), 2, axis=1)]
+            kernels = [a.transpose(0, 2, 1) for a in (*kernels, x("mlp.experts.down_proj"))]
+        else:
+            names = [f"mlp.experts.{{}}.{name}_proj.weight" for name in ("gate", "up", "down")]
+            kernels = [x.experts(name, n) for name in names]
+        for name, kernel in zip(("gate", "up", "down"), kernels, strict=True):
+            leaves[f"mlp.experts.{name}_proj.kernel"] = kernel
     if "mlp.shared_expert_gate.weight" in x:
         leaves["mlp.shared_expert_gate.kernel"] = x.linear("mlp.shared_expert_gate")
     if family == "llama4":
@@ -250,7 +258,26 @@ def kind_of(family, config, i, layers):
     return words
 
 
+def mamba_layer(x):
+    """`Mamba2Mixer` and the norm before it."""
+    out = x("mixer.out_proj.weight")
+    leaves = {
+        "norm.scale": x("norm.weight"),
+        "mixer.norm.scale": x("mixer.norm.weight"),
+        "mixer.conv1d.kernel": x("mixer.conv1d.weight").transpose(2, 1, 0),
+        "mixer.in_proj.kernel": x.linear("mixer.in_proj"),
+        "mixer.out_proj.kernel": out.T.reshape(x.c["num_heads"], x.c["head_dim"], len(out)),
+    }
+    same = [f"mixer.{name}" for name in ("A_log", "D", "dt_bias")]
+    same += [f"mixer.{name}.bias" for name in ("in_proj", "conv1d", "out_proj")]
+    return leaves | {name: x(name) for name in same if name in x}
+
+
 def plain(family, config, tensors, scan):
+    if family == "mamba2":
+        names = {"backbone.": "model.", "embeddings": "embed_tokens", "norm_f": "norm"}
+        for old, new in names.items():
+            tensors = {name.replace(old, new): array for name, array in tensors.items()}
     leaves = {
         "embed_tokens.embedding": tensors["model.embed_tokens.weight"],
         "norm.scale": tensors["model.norm.weight"],
@@ -589,7 +616,7 @@ def tunix_layer(family, x):
     """One layer of the checkpoint as the loaders of google-tunix 0.1.7 turn it over."""
     if family == "gemma4":
         return tunix_gemma4(x)
-    gemma, kernels = family in ("gemma2", "gemma3"), attention_kernels(x)
+    gemma, kernels = family in ("gemma", "gemma2", "gemma3"), attention_kernels(x)
     mlp = {f"mlp.{n}.kernel": x.linear(f"mlp.{n}") for n in ("gate_proj", "up_proj", "down_proj")
            if f"mlp.{n}.weight" in x}  # fmt: skip
     if not gemma:
@@ -614,6 +641,8 @@ def tunix_layer(family, x):
     else:
         leaves |= {"attn.q_einsum.w": q, "attn.kv_einsum.w": np.stack([k, v])}
     leaves["pre_attention_norm.scale"] = x("input_layernorm.weight")
+    if family == "gemma":  # `params.py` has no other norms
+        return leaves | {"pre_ffw_norm.scale": x("post_attention_layernorm.weight")}
     post = "post_attn_norm" if family == "gemma2" else "post_attention_norm"
     leaves[f"{post}.scale"] = x("post_attention_layernorm.weight")
     leaves["pre_ffw_norm.scale"] = x("pre_feedforward_layernorm.weight")

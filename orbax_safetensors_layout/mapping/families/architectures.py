@@ -30,6 +30,9 @@ _GEMMA_NORMS = (
 )
 
 
+ExpertsForm = Literal["each", "stacked", "transposed"]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Biases:
     """Projections with a bias: if a flag of the configuration says so, or always."""
@@ -69,7 +72,8 @@ class Architecture:
         shared_experts: The module of the experts that all tokens take.
         shared_gate: Whether these have a gate.
         experts: Experts of a layer, one `each`, or all `stacked` in one tensor: as they are used,
-            or with inputs last, `transposed`. Of `transposed_or_each` the files decide.
+            or with inputs last, `transposed`. Of two, the files decide; without, the first counts.
+        router: The module that chooses experts.
         experts_flag: Key that says whether there are experts, by default not; None if there are.
         attention_types: Types of attention whose layers differ in their tensors.
         reuses_keys: Whether the last layers may reuse the keys and values of others.
@@ -78,6 +82,10 @@ class Architecture:
         prediction: Tensors for multi-token prediction: of more `layers`, or of a module `mtp`.
         vision: Patterns of the tensors of a vision model beside it.
         prefix: Prefix of the names of the language model's tensors, where there is such.
+        root: The same of a model by itself.
+        embedding: The tensor of the embedding, after the prefix.
+        norm: The tensor of the last norm.
+        state_space: Whether layers have a Mamba mixer in place of attention and MLP.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -96,7 +104,8 @@ class Architecture:
     routing_bias: bool = False
     shared_experts: Literal["shared_experts", "shared_expert"] | None = None
     shared_gate: bool = False
-    experts: Literal["each", "stacked", "transposed", "transposed_or_each"] = "each"
+    experts: tuple[ExpertsForm, ...] = ("each",)
+    router: str = "gate"
     experts_flag: str | None = None
     attention_types: tuple[str, ...] = ()
     reuses_keys: bool = False
@@ -105,6 +114,10 @@ class Architecture:
     prediction: Literal["layers", "mtp"] | None = None
     vision: tuple[str, ...] = ("*vision_tower.*", "*multi_modal_projector.*")
     prefix: str = "language_model.model."
+    root: str = "model."
+    embedding: str = "embed_tokens.weight"
+    norm: str = "norm.weight"
+    state_space: bool = False
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -116,6 +129,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"num_experts": 128, **_SPARSE_STEP},
         head_norms="share",
     ),
+    "qwen2_vl": Architecture(biases=(Biases(_QKV),), vision=("*visual.*",), prefix="model."),
+    "qwen3_vl": Architecture(
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        head_norms="share",
+        vision=("*visual.*",),
+        prefix="model.language_model.",
+    ),
+    "qwen3_vl_moe": Architecture(
+        defaults={"num_key_value_heads": 16, "num_experts": 60, **_SPARSE_STEP},
+        head_norms="share",
+        experts=("stacked", "transposed"),  # as published, and as transformers 5 saves it
+        vision=("*visual.*",),
+        prefix="model.language_model.",
+    ),
+    "gemma": Architecture(defaults=_TIED | {"head_dim": 256}),
     "gemma2": Architecture(
         defaults=_TIED | {"head_dim": 256, "query_pre_attn_scalar": 256}, norms=_GEMMA_NORMS
     ),
@@ -212,7 +240,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "interleave_moe_layer_step": 1,
         },
         feed_forward="feed_forward",
-        experts="stacked",
+        experts=("stacked",),
+        router="router",
         shared_experts="shared_expert",
         vision=("*vision_model.*", "*multi_modal_projector.*"),
     ),
@@ -248,12 +277,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         linear="parted",
         attention_types=_LINEAR_OR_FULL,
         gated_queries=True,
-        experts="transposed_or_each",
+        experts=("transposed", "each"),
         shared_experts="shared_expert",
         shared_gate=True,
         prediction="mtp",
         vision=("*visual.*",),
         prefix="model.language_model.",
+    ),
+    "mamba2": Architecture(
+        defaults={"num_heads": 128, "head_dim": 64, "n_groups": 8, "state_size": 128},
+        norms=("norm",),
+        biases=(
+            Biases(("in_proj", "out_proj"), "use_bias"),
+            Biases(("conv1d",), "use_conv_bias", default=True),
+        ),
+        root="backbone.",
+        embedding="embeddings.weight",
+        norm="norm_f.weight",
+        state_space=True,
     ),
     "gemma3n": Architecture(
         defaults={
@@ -285,7 +326,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         norms=_GEMMA_NORMS,
         head_norms="share",
-        experts="transposed",
+        experts=("transposed",),
         experts_flag="enable_moe_block",
         attention_types=("sliding", "full"),
         reuses_keys=True,

@@ -13,7 +13,7 @@ from ..matching import Rule, rule
 from ..rules import Mapping
 from .dims import Dims
 from .steps import AS_IT_IS, ROUTER, FamilyLeaf, LayerGroup, TensorStep, Tree
-from .tensors import EMBEDDING_TENSOR, NORM_TENSOR, head_name
+from .tensors import head_name
 
 _BUFFERS = ("*.rotary_emb.inv_freq",)  # that transformers saved until 4.31
 _UNTIE = (
@@ -60,11 +60,16 @@ class MappingBuilder:
             buffers=[*_BUFFERS, *reused],
         )
 
+    @property
+    def _embedding(self) -> str:
+        return self.prefix + self.dims.architecture.embedding
+
     def _rules(self, tree: Tree) -> Iterator[Rule]:
-        table, head = self.prefix + EMBEDDING_TENSOR, head_name(self.prefix)
+        table, head = self._embedding, head_name(self.prefix)
+        norm = self.prefix + self.dims.architecture.norm
         embedding = self.root + tree.embedding
         yield rule(embedding, self._fitted(self._part(table, tree.embedding_step), 0))
-        yield rule(self.root + tree.norm, self._part(self.prefix + NORM_TENSOR, tree.norm_step))
+        yield rule(self.root + tree.norm, self._part(norm, tree.norm_step))
         for leaf in tree.others:
             yield rule(self.root + leaf.target, self._leaf(leaf, self.prefix))
         own = self._fitted(self._part(head, ROUTER), 1)
@@ -125,7 +130,7 @@ class MappingBuilder:
     def _part(self, name: str, step: TensorStep) -> Expr:
         """A leaf of one tensor, decoded; a tied embedding must be equal to a stored head."""
         source, quantized = tensor(name), self.dims.quantized
-        if self.dims.tied and not self.untie and name == self.prefix + EMBEDDING_TENSOR:
+        if self.dims.tied and not self.untie and name == self._embedding:
             source = Same(source, tensor(head_name(self.prefix)), hint=_UNTIE)
         elif quantized is not None and quantized.covers(name, step):
             source = quantized.decoded(name, self.dtype or "bfloat16")

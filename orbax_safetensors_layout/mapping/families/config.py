@@ -57,9 +57,14 @@ def stored_names(config: Config) -> Sequence[str]:
         return ()
 
 
-def find_prefix(names: Sequence[str]) -> str | None:
-    """Return the prefix of `embed_tokens.weight` in tensors' names; None where it is not one."""
-    ending = "embed_tokens.weight"
+def stored_shape(config: Config, name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor beside a configuration."""
+    with Catalog.open(os.fspath(config)) as catalog:  # type: ignore[arg-type]
+        return catalog.entries([name])[name].shape
+
+
+def find_prefix(names: Sequence[str], ending: str) -> str | None:
+    """Return what is before `ending` in tensors' names; None where not one ends so."""
     embeddings = [name for name in names if name.endswith(ending)]
     return embeddings[0].removesuffix(ending) if len(embeddings) == 1 else None
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
-from .architectures import ARCHITECTURES, Architecture
+from .architectures import ARCHITECTURES, Architecture, ExpertsForm
 from .config import SIZES, Section
 from .weight_format import WeightFormat, weight_format
 
@@ -66,6 +66,18 @@ class LinearAttention:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StateSpace:
+    """The mixer of Mamba 2."""
+
+    groups: int  # that share their B and C
+    state: int  # size of the state
+
+    def convolved(self, width: int) -> int:
+        """Channels that are convolved: those of the heads, and B and C of each group."""
+        return width + 2 * self.groups * self.state
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerKind:
     """Layers with the same tensors."""
 
@@ -97,7 +109,8 @@ class Dims:
     extra: int  # layers after the last, for multi-token prediction
     latent: Latent | None
     linear: LinearAttention | None  # of the layers that are not of full attention
-    stacked_experts: bool  # whether the experts of a layer are one tensor
+    state_space: StateSpace | None  # in place of attention
+    experts_form: ExpertsForm  # of those of a layer
     biased: frozenset[str]  # the projections that have a bias
     head_norms: bool  # whether queries and keys have norms
     quantized: WeightFormat | None
@@ -133,10 +146,15 @@ class Dims:
                 raise MappingError(what, expected=expected, found=short_repr(kind))
 
 
-def dims_of(family: str, config: Mapping[str, Any], names: Sequence[str] = ()) -> Dims:
+def dims_of(
+    family: str,
+    config: Mapping[str, Any],
+    names: Sequence[str] = (),
+    shape_of: Callable[[str], Sequence[int]] | None = None,
+) -> Dims:
     """Return the dimensions that a configuration gives; with vision, its `text_config` counts.
 
-    `names` are those of the files' tensors, if there are files.
+    `names` are those of the files' tensors, if there are files, and `shape_of` has their shapes.
     """
     outer = Section(config, family)
     inner = outer.section("text_config")
@@ -150,7 +168,8 @@ def dims_of(family: str, config: Mapping[str, Any], names: Sequence[str] = ()) -
     read = Section({**defaults, **known}, family)
     layers = read.integer("num_hidden_layers", bounds=(1, _MOST_LAYERS))
     hidden = read.integer("hidden_size")
-    heads = read.integer("num_attention_heads", bounds=(1, hidden))
+    heads_key = "num_heads" if architecture.state_space else "num_attention_heads"
+    heads = read.integer(heads_key, bounds=(1, hidden))
     head_dim = read.integer("head_dim", hidden // heads)
     latent = _latent(read) if architecture.latent else None
     flag = architecture.experts_flag
@@ -196,11 +215,14 @@ def dims_of(family: str, config: Mapping[str, Any], names: Sequence[str] = ()) -
         else 0,
         latent=latent,
         linear=_linear(read) if architecture.linear else None,
-        stacked_experts=_stacked_experts(architecture, names),
+        state_space=StateSpace(read.integer("n_groups"), read.integer("state_size"))
+        if architecture.state_space
+        else None,
+        experts_form=_experts_form(architecture, read, names, shape_of),
         biased=_biased(architecture, read),
         head_norms=architecture.head_norms is not None and (flag is None or read.flag(flag, False)),
         quantized=weight_format(family, read.section("quantization_config")),
-        multimodal=inner is not None,
+        multimodal=inner is not None or outer.get("vision_config") is not None,
         layer_types=layer_types,
         kinds=_kinds(architecture, read, dense, layer_types, layers),
         full_kv_heads=full_kv_heads,
@@ -317,18 +339,33 @@ def _linear(read: Section) -> LinearAttention:
 
 
 def _fused_width(architecture: Architecture, read: Section) -> int:
-    if architecture.experts.startswith("transposed"):
+    if not {"each", "stacked"}.issuperset(architecture.experts):
         if architecture.experts_flag and not read.flag(architecture.experts_flag, False):
             return 0
         return read.integer("moe_intermediate_size")
-    is_fused = architecture.fused or architecture.experts == "stacked"
+    is_fused = architecture.fused or "stacked" in architecture.experts
     return read.integer("intermediate_size") if is_fused else 0
 
 
-def _stacked_experts(architecture: Architecture, names: Sequence[str]) -> bool:
-    if architecture.experts != "transposed_or_each":
-        return architecture.experts != "each"
-    return not names or any(name.endswith(".experts.gate_up_proj") for name in names)
+def _experts_form(
+    architecture: Architecture,
+    read: Section,
+    names: Sequence[str],
+    shape_of: Callable[[str], Sequence[int]] | None,
+) -> ExpertsForm:
+    first, *others = architecture.experts
+    if not others or not names or shape_of is None:
+        return first
+    joined = next((name for name in names if name.endswith(".experts.gate_up_proj")), None)
+    if joined is None:
+        return "each"
+    if "each" in others:
+        return first
+    width, hidden = 2 * read.integer("moe_intermediate_size"), read.integer("hidden_size")
+    if width != hidden:
+        return "transposed" if [*shape_of(joined)[1:]] == [width, hidden] else "stacked"
+    down = shape_of(joined.replace("gate_up_proj", "down_proj"))
+    return "transposed" if [*down[1:]] == [hidden, width // 2] else "stacked"
 
 
 def _dense(read: Section, layers: int) -> tuple[int, ...]:

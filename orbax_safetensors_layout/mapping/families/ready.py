@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping as Dict, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, get_args, get_type_hints
@@ -15,10 +16,18 @@ from ..rules import Mapping
 from . import maxtext, plain, tunix
 from .architectures import FAMILIES
 from .build import MappingBuilder
-from .config import SIZES, Config, count_stored, find_prefix, read_config, stored_names
+from .config import (
+    SIZES,
+    Config,
+    count_stored,
+    find_prefix,
+    read_config,
+    stored_names,
+    stored_shape,
+)
 from .dims import Dims, dims_of
 from .steps import Tree
-from .tensors import EMBEDDING_TENSOR, head_name
+from .tensors import head_name
 
 
 class _ModelSide(NamedTuple):
@@ -47,6 +56,11 @@ _FAMILY_OF = {family: family for family in FAMILIES} | {
     "gemma4_text": "gemma4",
     "kimi_k2": "deepseek_v3",
     "llama4_text": "llama4",
+    "qwen2_5_vl": "qwen2_vl",
+    "qwen2_5_vl_text": "qwen2_vl",
+    "qwen2_vl_text": "qwen2_vl",
+    "qwen3_vl_text": "qwen3_vl",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
@@ -68,8 +82,8 @@ class Options(TypedDict, total=False):
             zeros, and a smaller number leaves the last ones out.
         untie: Give a model with tied embeddings an output kernel of its own: that of the files, or
             where they have none the embedding.
-        prefix: Prefix of `embed_tokens.weight` in the checkpoint's names. By default that of the
-            folder's names, else `model.`.
+        prefix: Prefix of the embedding (`embed_tokens.weight`) in the checkpoint's names. By
+            default that of the folder's names, else `model.`.
         root: The name of the tree that holds the leaves: `params` for MaxText, else none.
         model_type: The `model_type` of a configuration that is another's by name: a family's
             function then takes it. By default it takes its own, and configurations without any.
@@ -146,7 +160,7 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
         raise MappingError(f"no ready mapping from {family} to {target}", expected=expected)
     _check_type(family, parsed, options.get("model_type"))
     names = stored_names(config)
-    dims = dims_of(family, parsed, names)
+    dims = dims_of(family, parsed, names, functools.partial(stored_shape, config))
     builder = _builder(dims, names, target, options)
     _check_counts(dims, names, f"{builder.prefix}layers.")
     return builder.build(side.tree(dims))
@@ -223,8 +237,9 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
         raise MappingError(f"quantized='keep': {target} has no quantised leaves of that kind")
     dtype, root = options.get("dtype"), options.get("root")
     root = side.root if root is None else root
-    default = dims.architecture.prefix if dims.multimodal else "model."
-    prefixes = (options.get("prefix"), find_prefix(names), default)
+    architecture = dims.architecture
+    default = architecture.prefix if dims.multimodal else architecture.root
+    prefixes = (options.get("prefix"), find_prefix(names, architecture.embedding), default)
     prefix = next(prefix for prefix in prefixes if prefix is not None)
     return MappingBuilder(
         dims=dims,
@@ -246,7 +261,7 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
 def _has_head(dims: Dims, names: Sequence[str], prefix: str) -> bool:
     """Whether an untied model has an output kernel; refuses files that lack one it must have."""
     head = head_name(prefix)
-    if dims.headless or prefix + EMBEDDING_TENSOR not in names:
+    if dims.headless or prefix + dims.architecture.embedding not in names:
         return head in names or not dims.headless
     if head not in names:
         raise MappingError(

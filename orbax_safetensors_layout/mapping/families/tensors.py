@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from .architectures import GATED
-from .dims import Dims, Latent, LayerKind, LinearAttention
+from .dims import Dims, Latent, LayerKind, LinearAttention, StateSpace
 from .steps import LINEAR, ROUTER, VECTOR, FamilyLeaf, TensorStep
 
-EMBEDDING_TENSOR, NORM_TENSOR = "embed_tokens.weight", "norm.weight"
 _ALTERNATING = {
     "altup.correct_output_scale": VECTOR,
     "altup.correction_coefs.weight": ROUTER,
@@ -25,10 +24,11 @@ _OUT_OF_HEADS = "e (h d) -> h d e"
 def head_name(prefix: str) -> str:
     """Return the name of the output kernel's tensor, for the prefix of the others.
 
-    >>> head_name("model."), head_name("language_model.model."), head_name("model.language_model.")
-    ('lm_head.weight', 'language_model.lm_head.weight', 'lm_head.weight')
+    >>> head_name("backbone."), head_name("model."), head_name("language_model.model.")
+    ('lm_head.weight', 'lm_head.weight', 'language_model.lm_head.weight')
     """
-    return ("" if prefix.startswith("model.") else prefix.removesuffix("model.")) + "lm_head.weight"
+    is_outer = prefix.startswith(("model.", "backbone."))
+    return ("" if is_outer else prefix.removesuffix("model.")) + "lm_head.weight"
 
 
 def heads(h: int, d: int, pattern: str = "(h d) e -> e h d") -> TensorStep:
@@ -50,6 +50,9 @@ def layer_tensors(dims: Dims, kind: LayerKind) -> dict[str, TensorStep]:
         steps |= _ALTERNATING
     if dims.family == "gemma4":
         steps["layer_scalar"] = VECTOR
+    if dims.state_space is not None:
+        mixer = _mixer(dims, dims.state_space)
+        return steps | {f"mixer.{name}": step for name, step in mixer.items()}
     if kind.attention == "linear" and dims.linear is not None:
         attention = _linear_attention(dims.linear, joined=dims.architecture.linear == "joined")
         steps |= {f"linear_attn.{name}": step for name, step in attention.items()}
@@ -80,6 +83,21 @@ def _linear_attention(linear: LinearAttention, *, joined: bool) -> dict[str, Ten
     steps |= {"in_proj_qkv.weight": LINEAR, "in_proj_z.weight": heads(values, linear.value_dim)}
     rate = TensorStep("h e -> e h", (("h", values),))
     return steps | {"in_proj_a.weight": rate, "in_proj_b.weight": rate}
+
+
+def _mixer(dims: Dims, space: StateSpace) -> dict[str, TensorStep]:
+    """`Mamba2Mixer`: of the inputs come gates, what is convolved, and a rate for each head."""
+    h, width = dims.heads, dims.heads * dims.head_dim
+    channels = space.convolved(width)
+    inputs = TensorStep("o i -> i o", (("o", width + channels + h),), projection=True)
+    steps = {
+        "in_proj.weight": inputs,
+        "conv1d.weight": TensorStep("c n w -> w n c", (("c", channels),)),
+        "norm.weight": TensorStep("e -> e", (("e", width),)),
+        "out_proj.weight": heads(h, dims.head_dim, _OUT_OF_HEADS),
+    }
+    steps |= {name: TensorStep("h -> h", (("h", h),)) for name in ("A_log", "D", "dt_bias")}
+    return steps | {f"{name}.bias": VECTOR for name in sorted(dims.biased)}
 
 
 def _attention(dims: Dims, kind: LayerKind) -> dict[str, TensorStep]:
@@ -156,9 +174,8 @@ def _experts(dims: Dims) -> dict[str, TensorStep]:
     architecture = dims.architecture
     module = architecture.feed_forward
     names = ("w1", "w3", "w2") if dims.family == "mixtral" else GATED
-    router = "router" if architecture.experts == "stacked" else "gate"
-    steps = {f"{module}.{router}.weight": ROUTER}
-    if not dims.stacked_experts:
+    steps = {f"{module}.{architecture.router}.weight": ROUTER}
+    if dims.experts_form == "each":
         steps |= {f"{module}.experts.{{e}}.{name}.weight": LINEAR for name in names}
     if architecture.routing_bias:
         steps[f"{module}.gate.e_score_correction_bias"] = VECTOR
@@ -203,11 +220,11 @@ def fused_projections(dims: Dims) -> tuple[FamilyLeaf, ...]:
 
 def stacked_experts(dims: Dims) -> tuple[FamilyLeaf, ...]:
     """Return the plain leaves of experts that are one tensor, with gate before up."""
-    if not dims.stacked_experts:
+    if dims.experts_form == "each":
         return ()
     module = "experts" if dims.family == "gemma4" else f"{dims.architecture.feed_forward}.experts"
     target = module.replace("feed_forward", "mlp")
-    if dims.architecture.experts == "stacked":  # kernels are `[in, out]`
+    if dims.experts_form == "stacked":  # kernels are `[in, out]`
         split, pattern, down = "x i (n r) -> n x i r", "n x i f -> x i (n f)", "x f o -> x f o"
     else:
         split, pattern, down = "x (n r) i -> n x r i", "n x f i -> x i (n f)", "x o f -> x f o"

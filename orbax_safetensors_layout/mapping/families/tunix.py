@@ -8,7 +8,7 @@ from .dims import Dims, LayerKind
 from .steps import VECTOR, FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
 from .tensors import heads, layer_tensors, other_leaves
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma4")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3", "gemma4")
 
 _NAMES = (
     (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),
@@ -48,7 +48,7 @@ def tree(dims: Dims) -> Tree:
     dims.check_uniform("Tunix")
     if dims.family == "gemma3":  # `GEMMA3_ATTENTION_PATTERN`; of Gemma 2 `ModelConfig` says it
         dims.check_cycle("Tunix", 6, rest=True)
-    gemma = dims.family in ("gemma2", "gemma3")
+    gemma = dims.family in ("gemma", "gemma2", "gemma3")
     leaves = _gemma(dims) if gemma else _qwen(dims)
     layers = LayerGroup("layers.", "layers.{n}.", tuple(range(dims.layers)), leaves)
     norm = "final_norm.scale" if gemma else "final_norm.w"
@@ -67,7 +67,8 @@ def _qwen(dims: Dims) -> tuple[FamilyLeaf, ...]:
 
 def _gemma(dims: Dims) -> tuple[FamilyLeaf, ...]:
     """Joins queries, keys and values where there are as many of each, else keys and values."""
-    after = "post_attn_norm" if dims.family == "gemma2" else "post_attention_norm"
+    names = {"gemma": "pre_ffw_norm", "gemma2": "post_attn_norm"}
+    after = names.get(dims.family, "post_attention_norm")
     q, k, v = (f"self_attn.{x}_proj.weight" for x in "qkv")
     steps = {
         tensor: step
