@@ -208,10 +208,10 @@ def convert(
         topology = _topology(mesh, spec, processes)
         if kind == "orbax" and config is not None:
             logging.warning(
-                "Format 'orbax' has no files beside its own: none of config is put there."
+                "Format 'orbax' has no configuration or tokenizer files: config is ignored."
             )
         if kind == "hf" and topology is not None:
-            logging.warning("Format 'hf' has whole tensors: mesh, spec and processes do not count.")
+            logging.warning("Format 'hf' has whole tensors: mesh, spec and processes are ignored.")
             topology = None
         block_bytes = conversion_block_bytes(folder, options.memory_budget_bytes, restart=restart)
         arguments = mapping and fingerprint(mapping), inverts, subtree, quantize and repr(quantize)

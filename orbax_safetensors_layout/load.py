@@ -114,24 +114,34 @@ def load(
         {'layer': {'weight': Array([0., 1., 2., 3.], dtype=float32)}}
     """
     options = given_or_default(options, ReadOptions)
-    return load_catalog(None, path, abstract, mapping=mapping, only=only, options=options)
+    return load_requested(path, LoadRequest(abstract, mapping, only, options))
 
 
-def load_catalog(
-    catalog: Catalog | None,
-    path: PathLike,
-    abstract: Any,
-    *,
-    mapping: Mapping | None,
-    only: str | Sequence[str] | None = None,
-    options: ReadOptions,
-) -> Any:
-    """Loads as `load` does, from a catalog that is open already, if any; closes it in the end."""
-    processes = exchanging(abstract, options, jax.process_count())
+class LoadRequest(NamedTuple):
+    """The arguments of a load, but for its path; the abstract tree may be parsed already."""
+
+    abstract: Any
+    mapping: Mapping | None
+    only: str | Sequence[str] | None
+    options: ReadOptions
+
+    def processes(self, count: int) -> tuple[int, ...]:
+        """Return the processes, of `count`, that exchange the tensors that several of them hold."""
+        given = self.abstract
+        tree = given.leaves if isinstance(given, AbstractTree) else given
+        return exchanging(tree, self.options, count)
+
+
+def load_requested(source: Catalog | PathLike, request: LoadRequest) -> Any:
+    """Loads from a path, or from a catalog that is open already; closes it in the end."""
+    options = request.options
+    processes = request.processes(jax.process_count())
+    path = source.path if isinstance(source, Catalog) else source
     with (
         load_group(path, processes, options) as group,
-        catalog
-        or Catalog.open(path, retries=options.retries, cache=options.cache_folder) as catalog,
+        source
+        if isinstance(source, Catalog)
+        else Catalog.open(path, retries=options.retries, cache=options.cache_folder) as catalog,
         frozen_heap(),
         _explicit_transfer(),
     ):
@@ -139,9 +149,8 @@ def load_catalog(
         if options.verify:
             storage = _verifying(catalog)
         shards = ProcessShards(processes_per_host=processes_per_host(group, options))
-        planned = _plan(
-            catalog, storage, abstract, mapping, only, options, shards, processes, devices=True
-        )
+        exchange = jax.process_index() in processes
+        planned = _plan(catalog, storage, request, shards, exchange=exchange, devices=True)
         if jax.process_count() > 1:
             _log_cost(catalog.path, ReadPlan.joined(planned.plans).cost())
         values, stats = _read(planned, options, group)
@@ -176,6 +185,105 @@ def _verifying(catalog: Catalog) -> VerifyingReader:
             hint="Save with WriteOptions(digests=True), or load without verify=True.",
         )
     return reader
+
+
+class _PlannedLoad(NamedTuple):
+    """The steps of a load, of which each has a plan, and the reader that runs them in turn."""
+
+    tree: AbstractTree
+    leaves: list[ResolvedLeaf]
+    steps: list[ExchangeStep]
+    plans: list[ReadPlan]
+    reader: ArrayReader
+    merged: tuple[str, ...] = ()  # digests of adapters
+
+
+def _plan(
+    catalog: Catalog,
+    storage: RangeReader,
+    request: LoadRequest,
+    shards: ProcessShards,
+    *,
+    exchange: bool,
+    devices: bool,
+) -> _PlannedLoad:
+    """Plans what a process reads from `storage`; `devices` refuses shardings without devices.
+
+    With `exchange` it may get from others what they hold, too.
+    """
+    tree = _abstract_tree(catalog, request, devices=devices)
+    _, mapping, only, options = request
+    strict = options.strict and only is None  # what `only` leaves out is not unexpected
+    leaves = resolve_leaves(catalog, tree, shards, mapping=mapping, strict=strict, devices=devices)
+    with frozen_heap():  # of what has come since the load began
+        steps = steps_of(catalog, leaves, shards, options, exchange=exchange)
+    reader = ArrayReader(
+        storage=storage,
+        profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
+        memory_budget_bytes=options.memory_budget_bytes,
+        adopt=adopts(tree.parsed),
+        mmap=options.mmap,
+    )
+    plans = [
+        dataclasses.replace(
+            # The gaps between exchanged regions are read by other processes.
+            reader.plan(
+                step.reads, joins_gaps=not step.stage and options.replicated != "read_once"
+            ),
+            exchanged_bytes=step.received_bytes(shards.process_index),
+        )
+        for step in steps
+    ]
+    return _PlannedLoad(tree, leaves, steps, plans, reader, mapping.merged if mapping else ())
+
+
+def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> AbstractTree:
+    """Return the abstract tree, with defaults from the checkpoint's manifest."""
+    abstract, mapping, only, _ = request
+    if only is not None:
+        if abstract is None and mapping is None:
+            return AbstractTree.of_tensors(catalog.select(only))
+        raise ValueError(
+            "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
+            " leave out of the tree the leaves that you do not need, or put `...` in their place."
+        )
+    if abstract is None and mapping is not None:
+        arrays = array_sources(catalog, mapping).items()
+        return AbstractTree.parse({name: HostLeaf(a.shape, a.dtype) for name, a in arrays})
+    if mapping is not None:
+        return AbstractTree.parse(abstract)
+    saved = SavedMetadata(catalog)
+    if abstract is None:
+        return saved.tree() or AbstractTree.of_tensors(catalog.names)
+    return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices)
+
+
+def _read(
+    planned: _PlannedLoad, options: ReadOptions, group: ProcessGroup
+) -> tuple[Any, ReadStats]:
+    tree, leaves, steps, plans, reader, merged = planned
+    values = LeafBuilder(leaves, adopt=reader.adopt)
+    agreed = fingerprint_of(steps, leaves, options, reader.storage.kind, merged)
+    exchanged = any(step.stage for step in steps)
+    if exchanged:
+        group.barrier(PLANNING, agree=agreed)
+    else:
+        group.arrive(PLANNING, agreed)  # each reads by itself, and nobody waits for another
+    exchange = ReplicaExchange(leaves, values, group)
+    check = functools.partial(group.check, LOADING)
+    done = []
+    with progress_callback(options.progress) as progress:
+        report = ProgressReport(progress, sum(plan.needed_bytes for plan in plans))
+        for step, plan in zip(steps, plans, strict=True):
+            with group.together(LOADING):
+                exchange.begin(step)
+                done.append(reader.run(step.reads, plan, exchange.take, report=report, check=check))
+        with group.together(LOADING) if exchanged else contextlib.nullcontext():
+            exchange.finish()
+    built = values.values()
+    given = zip(tree.leaves, tree.parsed, strict=True)
+    built_leaves = [leaf if abstract is None else next(built) for leaf, abstract in given]
+    return tree.build(built_leaves), ReadStats(*map(sum, zip(*done, strict=True)))
 
 
 def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, TensorMetadata]:
@@ -222,137 +330,15 @@ def plan_load(
         frozen_heap(),
     ):
         shards = ProcessShards(process_index, process_count)
-        return plan_catalog(catalog, abstract, shards, mapping=mapping, only=only, options=options)
+        return plan_requested(catalog, LoadRequest(abstract, mapping, only, options), shards)
 
 
-def plan_catalog(
-    catalog: Catalog,
-    abstract: Any,
-    shards: ProcessShards,
-    *,
-    mapping: Mapping | None,
-    only: str | Sequence[str] | None = None,
-    options: ReadOptions,
-) -> ReadPlan:
-    """Plans as `plan_load` does, from a catalog that is open, which stays so.
-
-    The abstract tree may be parsed already, for several processes.
-    """
+def plan_requested(catalog: Catalog, request: LoadRequest, shards: ProcessShards) -> ReadPlan:
+    """Plans as `plan_load` does, from a catalog that is open, which stays so."""
+    exchange = shards.process_index in request.processes(shards.process_count)
     storage = catalog.storage
-    given = abstract.leaves if isinstance(abstract, AbstractTree) else abstract
-    processes = exchanging(given, options, shards.process_count)
-    planned = _plan(
-        catalog, storage, abstract, mapping, only, options, shards, processes, devices=False
-    )
+    planned = _plan(catalog, storage, request, shards, exchange=exchange, devices=False)
     return ReadPlan.joined(planned.plans)
-
-
-class _PlannedLoad(NamedTuple):
-    """The steps of a load, of which each has a plan, and the reader that runs them in turn."""
-
-    tree: AbstractTree
-    leaves: list[ResolvedLeaf]
-    steps: list[ExchangeStep]
-    plans: list[ReadPlan]
-    reader: ArrayReader
-    merged: tuple[str, ...] = ()  # digests of adapters
-
-
-def _plan(
-    catalog: Catalog,
-    storage: RangeReader,
-    abstract: Any,
-    mapping: Mapping | None,
-    only: str | Sequence[str] | None,
-    options: ReadOptions,
-    shards: ProcessShards,
-    processes: tuple[int, ...],
-    *,
-    devices: bool,
-) -> _PlannedLoad:
-    """Plans what a process reads from `storage`; `devices` refuses shardings without devices.
-
-    `processes` are the indices of those that exchange the tensors that several of them hold.
-    """
-    tree = _abstract_tree(catalog, abstract, only, mapping, devices=devices)
-    strict = options.strict and only is None  # what `only` leaves out is not unexpected
-    leaves = resolve_leaves(catalog, tree, shards, mapping=mapping, strict=strict, devices=devices)
-    exchange = shards.process_index in processes
-    with frozen_heap():  # of what has come since the load began
-        steps = steps_of(catalog, leaves, shards, options, exchange=exchange)
-    reader = ArrayReader(
-        storage=storage,
-        profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
-        memory_budget_bytes=options.memory_budget_bytes,
-        adopt=adopts(tree.parsed),
-        mmap=options.mmap,
-    )
-    plans = [
-        dataclasses.replace(
-            # The gaps between exchanged regions are read by other processes.
-            reader.plan(
-                step.reads, joins_gaps=not step.stage and options.replicated != "read_once"
-            ),
-            exchanged_bytes=step.received_bytes(shards.process_index),
-        )
-        for step in steps
-    ]
-    return _PlannedLoad(tree, leaves, steps, plans, reader, mapping.merged if mapping else ())
-
-
-def _abstract_tree(
-    catalog: Catalog,
-    abstract: Any,
-    only: str | Sequence[str] | None,
-    mapping: Mapping | None,
-    *,
-    devices: bool,
-) -> AbstractTree:
-    """Return the abstract tree, with defaults from the checkpoint's manifest."""
-    if only is not None:
-        if abstract is None and mapping is None:
-            return AbstractTree.of_tensors(catalog.select(only))
-        raise ValueError(
-            "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
-            " leave out of the tree the leaves that you do not need, or put `...` in their place."
-        )
-    if abstract is None and mapping is not None:
-        arrays = array_sources(catalog, mapping).items()
-        return AbstractTree.parse({name: HostLeaf(a.shape, a.dtype) for name, a in arrays})
-    if mapping is not None:
-        return AbstractTree.parse(abstract)
-    saved = SavedMetadata(catalog)
-    if abstract is None:
-        return saved.tree() or AbstractTree.of_tensors(catalog.names)
-    return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices)
-
-
-def _read(
-    planned: _PlannedLoad, options: ReadOptions, group: ProcessGroup
-) -> tuple[Any, ReadStats]:
-    tree, leaves, steps, plans, reader, merged = planned
-    values = LeafBuilder(leaves, adopt=reader.adopt)
-    agreed = fingerprint_of(steps, leaves, options, reader.storage.kind, merged)
-    exchanged = any(step.stage for step in steps)
-    if exchanged:
-        group.barrier(PLANNING, agree=agreed)
-    else:
-        group.arrive(PLANNING, agreed)  # each reads by itself, and nobody waits for another
-    exchange = ReplicaExchange(leaves, values, group)
-    check = functools.partial(group.check, LOADING)
-    done = []
-    with progress_callback(options.progress) as progress:
-        report = ProgressReport(progress, sum(plan.needed_bytes for plan in plans))
-        for step, plan in zip(steps, plans, strict=True):
-            with group.together(LOADING):
-                exchange.begin(step)
-                done.append(reader.run(step.reads, plan, exchange.take, report=report, check=check))
-        with group.together(LOADING) if exchanged else contextlib.nullcontext():
-            exchange.finish()
-    built = values.values()
-    given = zip(tree.leaves, tree.parsed, strict=True)
-    built_leaves = [leaf if abstract is None else next(built) for leaf, abstract in given]
-    return tree.build(built_leaves), ReadStats(*map(sum, zip(*done, strict=True)))
 
 
 def _explicit_transfer() -> contextlib.AbstractContextManager[None]:

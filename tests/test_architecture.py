@@ -18,6 +18,16 @@ def test_every_file_that_it_names_exists():
     assert not missing
 
 
+def test_every_name_of_a_file_is_in_it():
+    pairs = re.findall(r"`(\w+)(?:\.\w+)?` (?:of |\()`((?:\w+/)*\w+\.py)`", TEXT)
+    assert len(pairs) > 25
+    for name, file in pairs:
+        found = [
+            path for path in PACKAGE.rglob(file.rpartition("/")[2]) if str(path).endswith(file)
+        ]
+        assert any(re.search(rf"\b{name}\b", path.read_text()) for path in found), (name, file)
+
+
 def test_every_name_of_a_face_that_it_names_exists():
     for room, name in re.findall(r"`(\w+)\.([A-Za-z_]+)(?:\.\w+)?`", TEXT):
         if (PACKAGE / room).is_dir():

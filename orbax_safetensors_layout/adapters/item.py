@@ -24,11 +24,10 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.format import MANIFEST
-from orbax_safetensors_layout.load import load_catalog
+from orbax_safetensors_layout.load import LoadRequest, load_requested
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions
 from orbax_safetensors_layout.pytree import dotted_name
-from orbax_safetensors_layout.reading import exchanging
 from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.storage import open_storage, storage_errors
 
@@ -151,11 +150,12 @@ def begin_load(
 ) -> Callable[[], Any]:
     """Checks the headers of the tensors asked for; returns a function that loads them."""
     check_remains(path)
-    catalog = _open_checked(path, abstract, mapping, options)
+    request = LoadRequest(abstract, mapping, None, options)
+    catalog = _open_checked(path, request)
 
     def load() -> Any:
         try:
-            return load_catalog(catalog, path, abstract, mapping=mapping, options=options)
+            return load_requested(catalog or path, request)
         except UnexpectedTensorError as error:
             if switch is not None:
                 error.hint = f"Pass {switch} to leave them out, or put `...` in their place."
@@ -164,10 +164,9 @@ def begin_load(
     return load
 
 
-def _open_checked(
-    path: PathLike, abstract: Any, mapping: LeafMapping | None, options: ReadOptions
-) -> Catalog | None:
-    if jax.process_index() in exchanging(abstract, options, jax.process_count()) != (0,):
+def _open_checked(path: PathLike, request: LoadRequest) -> Catalog | None:
+    abstract, mapping, _, options = request
+    if jax.process_index() in request.processes(jax.process_count()) != (0,):
         return None  # all processes have to learn together that one has failed
     with contextlib.ExitStack() as on_error:
         catalog = on_error.enter_context(

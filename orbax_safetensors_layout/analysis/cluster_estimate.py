@@ -117,7 +117,7 @@ def estimate(
     if ref.is_orbax:
         if mapping is not None or abstract is not None:
             raise InvalidArgumentError(
-                "what Orbax saved is planned as it is, without a mapping or a tree"
+                "a checkpoint of Orbax is planned without a mapping or a tree"
             )
         from .chunk_estimate import plan_orbax
 

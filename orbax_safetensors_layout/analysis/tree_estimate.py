@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.format import TensorEntry, storage_dtype
-from orbax_safetensors_layout.load import plan_catalog
+from orbax_safetensors_layout.load import LoadRequest, plan_requested
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan import (
@@ -40,6 +40,7 @@ from orbax_safetensors_layout.sharding import (
     ShardingRule,
     ShardingRules,
     Spec,
+    abstract_sharding,
     spec_of,
 )
 
@@ -77,7 +78,7 @@ def plan_tree(
             for name, tensor in array_sources(catalog, mapping).items()
         }
     leaves, tree = _placed(abstract, ShardingRules(rules, mesh), mesh)
-    parsed = AbstractTree.parse(tree)
+    request = LoadRequest(AbstractTree.parse(tree), mapping, None, options)
     by_leaves = max(_LEAST_PROCESSES, _MOST_LEAVES // max(1, len(leaves)))
     count = min(mesh.processes, most_processes, by_leaves)
     processes = tuple(number * mesh.processes // count for number in range(count))
@@ -88,7 +89,7 @@ def plan_tree(
     with frozen_heap():
         for process in processes:  # one plan in memory at a time
             shards = ProcessShards(process, mesh.processes)
-            plan = plan_catalog(catalog, parsed, shards, mapping=mapping, options=options)
+            plan = plan_requested(catalog, request, shards)
             costs.append(plan.cost())
             held.append(sum(leaf.local.elements for leaf in plan.leaves))
             _add_leaf_costs(worst, plan, specs)
@@ -115,14 +116,9 @@ def mesh_of(abstract: Any) -> dict[str, int] | None:
 
 def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[_Leaf], Any]:
     """Return the arrays, and the tree with a sharding at each."""
-    abstract_mesh = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
     pairs, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     leaves, structs = [], []
-
-    @functools.lru_cache(None)
-    def shared(spec: Spec) -> NamedSharding:
-        parts = PartitionSpec(*(names or None for names in spec))  # type: ignore[no-untyped-call]
-        return NamedSharding(abstract_mesh, parts)
+    shared = functools.cache(functools.partial(abstract_sharding, mesh))
 
     for path, leaf in pairs:
         name = unboxed_name(path) or dotted_name(path)

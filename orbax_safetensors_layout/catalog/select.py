@@ -71,14 +71,15 @@ def missing_names(
         hint = None
         if len(sought) < _MAX_HINTS and (pattern := pattern_of(name)) not in sought:
             sought.add(pattern)
-            suggestions = suggest_names(name, names)
-            hint = (
-                f"The nearest names are {', '.join(map(repr, suggestions))}."
-                if suggestions
-                else None
-            )
+            hint = nearest_names(name, names)
         errors.append(MissingTensorError(problem, file=path, tensor=name, hint=hint))
     return MissingTensorError.collect(errors)
+
+
+def nearest_names(name: str, names: Collection[str], what: str = "names") -> str | None:
+    """Return a hint that lists similar names, if there are any."""
+    suggestions = suggest_names(name, names)
+    return f"The nearest {what} are {', '.join(map(repr, suggestions))}." if suggestions else None
 
 
 def suggest_names(name: str, names: Collection[str], count: int = 3) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from orbax_safetensors_layout.errors import (
     MappingError,
@@ -25,7 +25,14 @@ from orbax_safetensors_layout.mapping import (
     whole_tensor,
 )
 from orbax_safetensors_layout.pytree import abstract_array, nested_dicts, prng
-from orbax_safetensors_layout.sharding import MeshShape, Misfit, ShardingRule, ShardingRules, Spec
+from orbax_safetensors_layout.sharding import (
+    MeshShape,
+    Misfit,
+    ShardingRule,
+    ShardingRules,
+    Spec,
+    abstract_sharding,
+)
 
 from .checkpoint_reader import SourceArray, arrays_of, values_of
 from .target import TargetArray
@@ -79,7 +86,6 @@ class Topology:
     def __init__(self, mesh: MeshShape, rules: Sequence[ShardingRule] = ()) -> None:
         self.mesh = mesh
         self._rules = ShardingRules(rules, mesh)
-        self._abstract_mesh = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
         self._misfits: list[Misfit] = []
         self._used: set[int] = set()
 
@@ -92,9 +98,7 @@ class Topology:
 
     def sharding(self, array: TargetArray) -> NamedSharding:
         """Return the sharding of an array, over a mesh without devices."""
-        parts = [names or None for names in self._spec(array)]
-        spec: PartitionSpec = PartitionSpec(*parts)  # type: ignore[no-untyped-call]
-        return NamedSharding(self._abstract_mesh, spec)
+        return abstract_sharding(self.mesh, self._spec(array))
 
     def _spec(self, array: TargetArray) -> Spec:
         placed = self._rules.place(array.name, array.shape)

@@ -51,7 +51,7 @@ class TensorLeaf(NamedTuple):
 
 
 class ValueLeaf(NamedTuple):
-    """A leaf whose value is in the manifest itself. `ValueLeaf(1) == ValueLeaf(True)`: beware."""
+    """A leaf whose value is in the manifest. `ValueLeaf(1)` is equal to `ValueLeaf(True)`."""
 
     value: bool | int | float | str  # an integer may be of any size; a float is exact
 

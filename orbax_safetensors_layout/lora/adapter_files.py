@@ -5,28 +5,25 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
-import json
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
-    FormatError,
     StorageError,
     listed,
 )
 from orbax_safetensors_layout.format import TensorEntry
+from orbax_safetensors_layout.mapping import read_config
 from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.storage import (
     Storage,
     join,
     open_storage,
-    read_file,
     read_range,
 )
 
@@ -57,7 +54,7 @@ class AdapterFiles:
         with opened(path) as (storage, folder):
             self.path = folder if storage.kind == "local" else os.fspath(path)
             self.file = join(folder, WEIGHTS_FILE)
-            self.config = read_config(storage, folder)
+            self.config = read_config(join(folder, CONFIG_FILE), storage=storage)
             catalog = Catalog.open(self.file, storage=storage)
             self.entries: dict[str, TensorEntry] = catalog.entries(catalog.names)
             self._together = _parts(self.entries)
@@ -162,15 +159,3 @@ def opened(path: str | os.PathLike[str]) -> Iterator[tuple[Storage, str]]:
                 found=f"adapters in {listed(map(repr, inside), 5)}",
                 hint=f"Give the path of one, such as {join(os.fspath(path), inside[0])}",
             ) from error
-
-
-def read_config(storage: Storage, folder: str) -> dict[str, Any]:
-    """Return the `adapter_config.json` of a folder."""
-    file = join(folder, CONFIG_FILE)
-    try:
-        config = json.loads(read_file(storage, file, "an adapter's configuration"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"cannot read an adapter's configuration: {error}", file=file) from error
-    if not isinstance(config, dict):
-        raise FormatError("an adapter's configuration is not a JSON object", file=file)
-    return config

@@ -16,14 +16,14 @@ from typing import Any
 from orbax_safetensors_layout.catalog import Catalog, suggest_names
 from orbax_safetensors_layout.errors import MappingError, listed
 from orbax_safetensors_layout.load import load as _load
-from orbax_safetensors_layout.mapping import Mapping, overlaid, rule, tensor
+from orbax_safetensors_layout.mapping import Mapping, overlaid, read_config, rule, tensor
 from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.pytree import leaf_shapes
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.storage import join
 
-from .adapter_files import CONFIG_FILE, STEM, WEIGHTS_FILE, opened, read_config
+from .adapter_files import CONFIG_FILE, STEM, WEIGHTS_FILE, opened
 from .peft_folder import PREFIX, PeftFolder
 
 
@@ -35,7 +35,7 @@ def config(path: PathLike) -> dict[str, Any]:
         FormatError: It is malformed.
     """
     with opened(path) as (storage, folder):
-        return read_config(storage, folder)
+        return read_config(join(folder, CONFIG_FILE), storage=storage)
 
 
 def load(path: PathLike, abstract: Any = None, *, options: ReadOptions | None = None) -> Any:

@@ -171,13 +171,13 @@ class PeftFolder:
         )  # fmt: skip
 
     def _is_transposed(self, module: _Module, is_fused: bool) -> bool:
-        """Whether a square weight is [in, out]: its shape does not tell."""
+        """Whether a square weight is [in, out], which its shape cannot show."""
         if any(pattern.fullmatch(module.name) for pattern in self._transposed):
             return True
         if is_fused and not self._transposed:
             raise MappingError(
-                f"each expert of {module.name!r} is square: its shape does not tell inputs from"
-                " outputs",
+                f"each expert of {module.name!r} is square: its shape does not show which axis"
+                " is the inputs",
                 hint="Say which weights are [expert, in, out], as GPT-OSS's:"
                 " merge(..., transposed=['*.experts.*']); or transposed=['none'] if none are.",
             )
@@ -232,7 +232,9 @@ class PeftFolder:
             if match is None:
                 plain = _WRAPPED.sub("", plain)
                 if _OTHER_METHOD.search(plain):
-                    raise MappingError(f"{self.file}: it is not known what tensor {name!r} is for")
+                    raise MappingError(
+                        f"{self.file}: tensor {name!r} belongs to an unknown method of PEFT"
+                    )
                 self._replaced[rename(plain)] = entry
                 continue
             role = {"A": "a", "B": "b", "r": "magnitude"}[match["part"][-1]]

@@ -30,7 +30,7 @@ def integers(items: Iterable[Any], what: str, most: int = _MOST_ITEMS) -> tuple[
     try:
         given = several(items, what, most)
         if any(isinstance(item, bool | np.bool_) for item in given):
-            raise TypeError("an index cannot be a truth value")
+            raise TypeError("an index cannot be a boolean")
         indices = tuple(map(operator.index, given))
     except TypeError as error:
         raise MappingError(f"{what} takes integers", found=short_repr(items)) from error

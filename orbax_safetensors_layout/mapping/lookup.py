@@ -6,10 +6,9 @@ import functools
 import importlib
 import runpy
 import types
-from collections.abc import Collection
 from typing import Any, cast
 
-from orbax_safetensors_layout.catalog import suggest_names
+from orbax_safetensors_layout.catalog import nearest_names
 from orbax_safetensors_layout.errors import MappingError
 
 from . import families
@@ -39,7 +38,7 @@ def find_mapping(name: str, config: Config | None = None) -> Mapping:
         return _family(before, after if colon else "plain", config)
     where, colon, attribute = name.rpartition(":")
     if not (where and colon and attribute):
-        hint = _did_you_mean(name, (_AUTO, *_FAMILIES))
+        hint = nearest_names(name, (_AUTO, *_FAMILIES))
         raise MappingError(f"there is no mapping {name!r}", expected=FORMS, hint=hint)
     return _attribute(_module(where), where, attribute, config)
 
@@ -74,7 +73,7 @@ def _module(where: str) -> object:
         raise MappingError(
             f"cannot import {where!r}: {type(error).__name__}: {error}",
             expected=FORMS if missing else None,
-            hint=_did_you_mean(where, (_AUTO, *_FAMILIES)) if missing else None,
+            hint=nearest_names(where, (_AUTO, *_FAMILIES)) if missing else None,
         ) from error
 
 
@@ -82,7 +81,7 @@ def _attribute(module: object, where: str, attribute: str, config: Config | None
     try:
         value = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
-        hint = _did_you_mean(attribute, [n for n in vars(module) if not n.startswith("_")])
+        hint = nearest_names(attribute, [n for n in vars(module) if not n.startswith("_")])
         raise MappingError(f"{where!r} has no {attribute!r}", hint=hint) from error
     mapping = value(config) if callable(value) else value
     if not isinstance(mapping, Mapping):
@@ -92,8 +91,3 @@ def _attribute(module: object, where: str, attribute: str, config: Config | None
             found=type(mapping).__name__,
         )
     return mapping
-
-
-def _did_you_mean(name: str, names: Collection[str]) -> str | None:
-    close = suggest_names(name, names, 1)
-    return f"Did you mean {close[0]!r}?" if close else None

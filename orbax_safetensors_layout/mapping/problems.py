@@ -6,17 +6,17 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from orbax_safetensors_layout.catalog import suggest_names
+from orbax_safetensors_layout.catalog import nearest_names
 from orbax_safetensors_layout.errors import MappingError, group_lines
 
 S = TypeVar("S")
 T = TypeVar("T")
 _MAX_SUGGESTIONS = 20
-_SUGGESTIONS = {
-    "file": "The nearest tensors are",
-    "leaf": "The nearest leaves are",
-    "rule": "The nearest targets of rules are",
-    "lacking": "Rules take, and the checkpoint lacks,",  # names that rules take
+_KINDS = {
+    "file": "tensors",
+    "leaf": "leaves",
+    "rule": "targets of rules",
+    "lacking": "names that rules take and the checkpoint lacks",
 }
 
 
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
     text: str  # a sentence without a final period
     kind: str = ""  # of many problems of one kind only the first are listed
     seek: str | None = None  # a name whose nearest existing names are listed,
-    among: str = "file"  # of this kind, a key of `_SUGGESTIONS`
+    among: str = "file"  # of this kind, a key of `_KINDS`
     hint: str | None = None  # the remedy
 
 
@@ -78,9 +78,9 @@ def mapping_error(
     def line(problem: Problem) -> str:
         text = f"{problem.text}."
         if problem.seek is not None and next(searches) < _MAX_SUGGESTIONS:
-            suggestions = suggest_names(problem.seek, names.get(problem.among, ()))
-            if suggestions:
-                text += f" {_SUGGESTIONS[problem.among]} {', '.join(map(repr, suggestions))}."
+            known = names.get(problem.among, ())
+            if hint := nearest_names(problem.seek, known, _KINDS[problem.among]):
+                text += f" {hint}"
         return f"{text} {problem.hint}" if problem.hint else text
 
     lines = group_lines(((p.kind or p, p) for p in unique), line, "like it")

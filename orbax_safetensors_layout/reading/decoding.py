@@ -13,7 +13,7 @@ from orbax_safetensors_layout.plan import LeafRead
 
 
 def check_booleans(values: Sequence[np.ndarray], file: str | None, name: str) -> None:
-    """Refuses truth values whose bytes are neither 0 nor 1: numpy and XLA disagree about them."""
+    """Refuses booleans whose bytes are neither 0 nor 1: numpy and XLA disagree about them."""
     if not values or values[0].dtype != np.bool_:
         return
     for value in values:

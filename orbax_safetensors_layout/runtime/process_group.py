@@ -166,7 +166,7 @@ class ProcessGroup:
                     verdict = self._await_verdict(self._store, step, doing)
         except BaseException as problem:
             if self.is_leader:
-                with contextlib.suppress(Exception):  # the error itself is what counts
+                with contextlib.suppress(Exception):  # the first error is raised
                     self._announce(self._store, step, _Statement.of(self.process_index, problem))
             self.fail(error or problem)  # for instance an interrupt, which others do not know of
             if error is not None and not isinstance(error, PeerError):
@@ -238,7 +238,7 @@ class ProcessGroup:
     def abandon(self) -> None:
         """Tells the others that this process has stopped working, after a failure."""
         if self._store is not None:
-            with contextlib.suppress(Exception):  # the failure itself is what counts
+            with contextlib.suppress(Exception):  # the first error is raised
                 self._store.set(f"{self._key}/left/{self.process_index}", "")
 
     def await_others(self, timeout_seconds: float = 30) -> None:
@@ -269,7 +269,7 @@ class ProcessGroup:
             return
         self._failed = True
         statement = _Statement.of(self.process_index, error)
-        with contextlib.suppress(Exception):  # the failure itself is what counts
+        with contextlib.suppress(Exception):  # the first error is raised
             if self.is_leader:
                 self._announce(self._store, self._step, statement)
             self._say(self._store, self._step, statement)

@@ -12,12 +12,21 @@ from .sharding_rules import Misfit, Placed, ShardingRule, ShardingRules, parse_r
 
 if TYPE_CHECKING:
     from .serialize import ShardingTable, decode_sharding
-    from .shards import Placement, ProcessShards, box_of, is_abstract, sharding_of, spec_of
+    from .shards import (
+        Placement,
+        ProcessShards,
+        abstract_sharding,
+        box_of,
+        is_abstract,
+        sharding_of,
+        spec_of,
+    )
 
 __getattr__ = lazy_exports(
     __name__,
     {
         ".serialize": "ShardingTable decode_sharding",
-        ".shards": "Placement ProcessShards box_of is_abstract sharding_of spec_of",
+        ".shards": "Placement ProcessShards abstract_sharding box_of is_abstract sharding_of"
+        " spec_of",
     },
 )

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import jax
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry import Box
@@ -48,6 +48,13 @@ def spec_of(sharding: NamedSharding) -> Spec:
     """Return the mesh axes that split each dimension; none an unconstrained one, as in JAX."""
     parts = ((part,) if isinstance(part, str) else part for part in sharding.spec)
     return tuple(part if isinstance(part, tuple) else () for part in parts)
+
+
+def abstract_sharding(mesh: MeshShape, spec: Spec) -> NamedSharding:
+    """Return a sharding over a mesh without devices."""
+    axes = AbstractMesh(tuple(mesh.axes.values()), tuple(mesh.axes))
+    parts: Any = PartitionSpec(*(names or None for names in spec))  # type: ignore[no-untyped-call]
+    return NamedSharding(axes, parts)
 
 
 class ProcessShards:

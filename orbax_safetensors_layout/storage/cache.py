@@ -151,7 +151,7 @@ class RangeCache:
                 if error.errno in _FULL:
                     self._stop(error)
                     return
-                # Somebody may remove it in this moment.
+                # Another process may have just removed it.
                 if not (attempts_left and isinstance(error, FileNotFoundError)):
                     raise StorageError(
                         "cannot write to the cache folder",
@@ -191,7 +191,7 @@ class RangeCache:
             try:
                 self._write(key, start, stop, cut_out(buffers, start - offset, stop - offset))
             except FileNotFoundError:
-                pass  # somebody removes it in this moment
+                pass  # another process has just removed it
             except OSError as error:
                 self._stop(error)
 

@@ -60,7 +60,7 @@ class InPlace(NewFolder):
 
     def end(self) -> None:
         if self._is_prepared:
-            with contextlib.suppress(SafetensorsLayoutError):  # what failed before is what counts
+            with contextlib.suppress(SafetensorsLayoutError):  # the first error is raised
                 self._clear()
 
     def _clear(self) -> None:

@@ -171,7 +171,7 @@ class Connections:
 
     @contextlib.contextmanager
     def get(self, url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
-        """Sends a GET request; the block reads the body, or mostly loses the connection."""
+        """Sends a GET request; the connection is kept if the block reads the whole body."""
         response = self._send(Origin.of(url), url, headers)
         answer: Answer = response._original_response
         is_kept = False

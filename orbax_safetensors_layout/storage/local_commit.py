@@ -37,7 +37,7 @@ class FolderExchange(NewFolder):
 
     def begin(self) -> None:
         self._claim = self._stack.enter_context(claimed(self.target))
-        # What failed before is what counts.
+        # The first error is raised.
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
 
     def prepare(self) -> None:

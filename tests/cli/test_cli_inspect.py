@@ -223,7 +223,7 @@ def test_configurations_that_cannot_be_read_are_told(tmp_path):
     write_config(tmp_path, "{")
     done = run("inspect", tmp_path)
     assert done.returncode == 0
-    assert "problem      cannot read a model's configuration: " in done.stdout
+    assert "problem      cannot read a configuration: " in done.stdout
     write_config(tmp_path, {"quantization_config": "fp8"})
     problem = "its quantization_config is 'fp8', not an object"
     assert f"problem      {problem}\n" in run("inspect", tmp_path).stdout

@@ -89,15 +89,15 @@ def test_a_function_is_given_the_checkpoint(module):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lama", "Did you mean 'llama'?"),
-        ("lama:maxtext", "Did you mean 'llama'?"),
+        ("lama", "The nearest names are 'llama'"),
+        ("lama:maxtext", "The nearest names are 'llama'"),
         ("llama:maxtex", "must be one of ['plain', 'maxtext', 'tunix']"),
         ("llama:maxtext-unscaned", "cannot be 'unscaned'"),
         ("llama:", "target='' must be"),
         ("mistral:tunix", "no ready mapping from mistral to tunix"),
         ("no_such_module:mapping", "cannot import 'no_such_module': ModuleNotFoundError"),
         ("/no/such.py:mapping", "cannot import '/no/such.py': FileNotFoundError"),
-        ("my_mappings:maping", "Did you mean 'mapping'?"),
+        ("my_mappings:maping", "The nearest names are 'mapping'"),
         ("my_mappings:number", "found: int"),
     ],
 )

@@ -317,8 +317,9 @@ def test_everything_wrong_in_one_error():
             for i in range(3)
         ),
         "  - ... 3 more like it",
-        "  - no rule uses tensor 'model.embed.weight'. Rules take, and the checkpoint lacks,"
-        " 'model.embde.weight'. Add rules for such, or name them in Mapping(..., ignore=[...]).",
+        "  - no rule uses tensor 'model.embed.weight'. The nearest names that rules take and"
+        " the checkpoint lacks are 'model.embde.weight'. Add rules for such, or name"
+        " them in Mapping(..., ignore=[...]).",
         "  - no rule uses tensor 'model.layers.0.bias', nor 5 more that differ in numbers only.",
     ]
 
@@ -351,8 +352,9 @@ def test_a_typo_is_told_without_a_model_too():
         "The mapping does not fit the checkpoint and the model: 2 problems.\n"
         "  - leaf 'embed': there is no tensor 'model.embde.weight'. The nearest tensors are"
         " 'model.embed.weight', 'model.norm.weight', 'model.layers.5.q.weight'.\n"
-        "  - no rule uses tensor 'model.embed.weight'. Rules take, and the checkpoint lacks,"
-        " 'model.embde.weight'. Add rules for such, or name them in Mapping(..., ignore=[...])."
+        "  - no rule uses tensor 'model.embed.weight'. The nearest names that rules take and"
+        " the checkpoint lacks are 'model.embde.weight'. Add rules for such, or name"
+        " them in Mapping(..., ignore=[...])."
     )
 
 

@@ -152,9 +152,11 @@ def with_settings(content: bytes, settings: Dict[str, Any], file: str = CONFIG) 
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"cannot say in it what is quantised: {error}", file=file) from error
+        raise FormatError(f"cannot record the quantisation in it: {error}", file=file) from error
     if not isinstance(config, dict):
-        raise FormatError("cannot say in it what is quantised", file=file, expected="an object")
+        raise FormatError(
+            "cannot record the quantisation in it", file=file, expected="a JSON object"
+        )
     return json.dumps({**config, **settings}, indent=2).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""Small floats with scales: FP8, MXFP8, NVFP4 and MXFP4, by the names of all who write them."""
+"""Small floats with scales: FP8, MXFP8, NVFP4 and MXFP4, in the names of every known writer."""
 
 from __future__ import annotations
 

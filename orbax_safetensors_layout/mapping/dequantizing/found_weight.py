@@ -97,7 +97,7 @@ class FoundWeight:
         if entry is None:
             raise self.error(f"there is no {self.name_of(part)!r}")
         if entry.nbytes > 1 << 16:
-            raise self.error(f"{entry.name!r} has {entry.nbytes:,} bytes, not a few figures")
+            raise self.error(f"{entry.name!r} has {entry.nbytes:,} bytes, not at most {1 << 16:,}")
         return self.read(entry)
 
     def error(self, problem: str) -> MappingError:

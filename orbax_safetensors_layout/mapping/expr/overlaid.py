@@ -73,7 +73,7 @@ class Overlaid(Expr):
 
     def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         raise MappingError(
-            f"{self!r} does not invert: a merged weight does not tell its parts",
+            f"{self!r} does not invert: a merged weight cannot be taken apart",
             hint="Save through the mapping of the base.",
         )
 

@@ -24,20 +24,20 @@ _MAX_FILE_BYTES = 8 << 20  # the largest published ones, with names of 20,000 cl
 
 
 def read_config(path: str | os.PathLike[str], *, storage: Storage | None = None) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint's folder or file, or the one at a path."""
+    """Return the `config.json` of a checkpoint's folder or file, or the JSON object at a path."""
     if storage is None:
         opened, path = open_storage(path)
         with opened:
             return read_config(path, storage=opened)
     text = os.fspath(path)
     file = text if text.endswith(".json") else join(folder_of(text), CONFIG_FILE)
-    data = read_file(storage, file, "a model's configuration", most_bytes=_MAX_FILE_BYTES)
+    data = read_file(storage, file, "a configuration", most_bytes=_MAX_FILE_BYTES)
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"cannot read a model's configuration: {error}", file=file) from error
+        raise FormatError(f"cannot read a configuration: {error}", file=file) from error
     if not isinstance(config, dict):
-        raise FormatError("a model's configuration is not a JSON object", file=file)
+        raise FormatError("a configuration is not a JSON object", file=file)
     return config
 
 

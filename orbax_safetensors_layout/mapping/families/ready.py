@@ -171,7 +171,7 @@ def _check_options(options: Dict[str, Any]) -> None:
     types = get_type_hints(Options)
     for name, value in options.items():
         if name not in types:
-            raise TypeError(f"there is no option {name!r}, but {listed(types)}")
+            raise TypeError(f"unknown option {name!r}; expected one of {listed(types)}")
         choices = get_args(types[name])
         kind = type(value.item() if getattr(value, "ndim", None) == 0 else value)
         if name != "dtype" and repr(value) not in map(repr, choices) and kind not in choices:

@@ -87,9 +87,9 @@ def _gemma4(dims: Dims) -> Tree:
     """Local and global layers have heads of their own; queries are never joined to keys."""
     if any(kind.reuses for kind in dims.kinds):
         raise MappingError(
-            "Tunix's gemma4 has keys and values also in layers that take those of others",
+            "every layer of Tunix's gemma4 has keys and values, of this model only some",
             found=f"{sum(kind.reuses for kind in dims.kinds)} such layers, num_kv_shared_layers",
-            hint="Their values are not used; write an osl.Mapping that fills them.",
+            hint="Tunix does not use those of the others: write an osl.Mapping that fills them.",
         )
     groups = [
         LayerGroup("", "layers.{n}.", (i,), _gemma4_layer(dims, kind))

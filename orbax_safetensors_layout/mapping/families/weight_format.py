@@ -66,7 +66,7 @@ class WeightFormat:
                 return dequantize_mxfp4(first, second, dtype=dtype).rearrange("x o i -> x i o")
             case "int4":
                 values = dequantize_int4(first, second, group=self.group, dtype=dtype)
-                # Rows and columns follow from the scales: what says them has to be there, unread.
+                # Rows and columns follow from the scales; `weight_shape` must exist, unread.
                 return Beside(values, tensor(self.parts(name)[2]))
 
 
@@ -86,7 +86,7 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
             + ("" if block or method != "fp8" else " and one scale for each tensor"),
             hint=_HINT,
         )
-    # Scales of blocks of 128 and of 129 have one shape: only what is published is believed.
+    # Scales of blocks of 128 and of 129 have one shape: only published sizes are accepted.
     if len(block) != 2 or any(extent & (extent - 1) for extent in block):
         config.raise_error("weight_block_size", "rows and columns, powers of two", block)
     kept = config.texts("modules_to_not_convert")
