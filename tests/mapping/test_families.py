@@ -746,7 +746,7 @@ THREE_LAYERS = {
         ("qwen3_moe_mixed", {}, {"target": "tunix"}, "layers are partly dense"),
         ("gemma2", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 2 layers"),
         ("olmo3", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 4 layers"),
-        ("gemma4", {}, {"target": "tunix"}, "in layers that take those of others"),
+        ("gemma4", {}, {"target": "tunix"}, "of this model only some"),
         ("gpt_oss", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 2 layers"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, {}, "quantised with 'gptq'"),
         (
