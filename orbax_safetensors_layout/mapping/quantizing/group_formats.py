@@ -32,7 +32,7 @@ _MOST_FP4 = 6.0
 _MOST_PRODUCT = _MOST_FP8 * _MOST_FP4
 _MOST_ROUNDED = 464 * _MOST_FP4  # below, the largest of FP8 is the nearest scale
 _LEAST_FP8 = 2.0**-9  # above zero
-_TINY = np.finfo(np.float32).tiny
+_TINY = float(np.finfo(np.float32).tiny)
 _EXPONENT_BIAS = 127
 _MOST_EXPONENT = 252  # 6 times its power of two is a float32
 
@@ -220,7 +220,7 @@ class ModelOptNvfp4Groups(Nvfp4Groups):
     __slots__ = ()
 
     def factor(self, largest: np.float32) -> np.float32:
-        return np.float32(max(largest, _TINY)) / np.float32(_MOST_PRODUCT)
+        return np.maximum(largest, np.float32(_TINY)) / np.float32(_MOST_PRODUCT)
 
     def fits(self, largest: np.float32, factor: np.float32) -> bool:
         return bool(0 < factor < np.inf and largest < _MOST_ROUNDED * factor)
