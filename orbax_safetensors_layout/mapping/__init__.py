@@ -8,7 +8,7 @@ from orbax_safetensors_layout.lazy import lazy_exports
 
 from .affine.binding import SimilarExpr
 from .affine.bound import BoundExpr, Valued, WholeTensor
-from .affine.index_nodes import Decoded, bytes_by_rows, row_major
+from .affine.index_nodes import Decoded, Scanning, bytes_by_rows, row_major, unseen_inputs
 from .affine.leaf_pieces import (
     AffinePiece,
     DecodedPiece,

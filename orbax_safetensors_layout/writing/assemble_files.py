@@ -13,10 +13,13 @@ from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
+    BoundExpr,
     Piece,
+    Scanning,
     apply_view,
     assemble_box,
     bytes_by_rows,
+    unseen_inputs,
 )
 from orbax_safetensors_layout.options import KIB, MIB, OnProgress, ReadOptions
 from orbax_safetensors_layout.plan import (
@@ -156,9 +159,27 @@ def write_mapped(
         report.add(block.nbytes, entry.name)
         folder.budget.release(memory.nbytes)
 
+    def scan(expr: BoundExpr) -> None:
+        for operand, decoder in unseen_inputs(expr.nodes()):
+            most = min(_ROWS_BYTES, folder.budget.most_bytes)
+            jobs = [
+                folder.pool.submit(scan_rows, operand, box, decoder)
+                for box in row_blocks(operand.shape, operand.dtype.itemsize * 8, most)
+            ]
+            while not all(job.done() for job in jobs):
+                folder.pool.progress()
+            decoder.complete()
+
+    def scan_rows(operand: BoundExpr, box: Box, decoder: Scanning) -> None:
+        pieces = operand.pull_back(box, factored=True)
+        decoder.scan(box.start[0], assemble_box(pieces, box, operand.dtype, read))
+
     staging = Staging()
-    for block in blocks:
-        pieces = mapped.expressions[block.entry.name].pull_back(block.box, factored=True)
+    for number, block in enumerate(blocks):
+        expr = mapped.expressions[block.entry.name]
+        if not number or blocks[number - 1].entry is not block.entry:
+            scan(expr)
+        pieces = expr.pull_back(block.box, factored=True)
         nbytes = block.box.size * block.entry.dtype.numpy.itemsize  # unpacked
         folder.check()
         folder.budget.reserve(nbytes, folder.pool.progress)

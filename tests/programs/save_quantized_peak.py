@@ -11,7 +11,16 @@ folder, kind = sys.argv[1:]
 
 
 def save(name, weight):
-    options = osl.WriteOptions(quantize=osl.Quantization(kind), memory_budget_bytes=32 << 20)
+    if kind == "like":
+        values = np.ones(weight.shape, ml_dtypes.float8_e4m3fn)
+        tensors = {"a_proj.weight": values, "a_proj.weight_scale": np.float32(2)}
+        osl.save(f"{folder}/{name}_before", tensors)
+        del values, tensors
+        quantize = osl.Quantization.like(f"{folder}/{name}_before")
+        peak_memory.reset()
+    else:
+        quantize = osl.Quantization(kind)
+    options = osl.WriteOptions(quantize=quantize, memory_budget_bytes=32 << 20)
     osl.save(f"{folder}/{name}", {"a_proj.weight": weight}, options=options)
 
 

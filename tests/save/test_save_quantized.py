@@ -447,9 +447,12 @@ def test_a_conversion_of_a_quantised_folder_to_another_format(tmp_path):
     assert config["quantization_config"]["format"] == "pack-quantized"
 
 
-@pytest.mark.parametrize("kind", ["fp8_block", "int4"])
+@pytest.mark.parametrize("kind", ["fp8_block", "int4", "nvfp4", "like"])
 def test_the_peak_memory_beside_a_large_weight(tmp_path, kind):
-    """256 MB are quantised in rows; each thread has some, and their values in float32."""
+    """256 MB are quantised in rows; each thread has some, and their values in float32.
+
+    Like a folder with one scale for the weight, too.
+    """
     environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
     grown = run_alone("save_quantized_peak.py", tmp_path, kind, environment=environment)
     assert int(grown) < 128 << 20

@@ -1,14 +1,18 @@
 """`Quantization.like`: folders as others write them keep their bits, and no value is lost."""
 
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.mapping.quantizing import encoder
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F8 = np.dtype(ml_dtypes.float8_e4m3fn)
 UP = "model.layers.0.mlp.up_proj"
+WRITING = "orbax_safetensors_layout.writing.assemble_files"
 
 
 def stored(folder):
@@ -139,3 +143,63 @@ def test_a_part_beside_its_weight_is_refused(tmp_path):
     values[f"{UP}.weight_scale"] = tensors[f"{UP}.weight_scale"]
     with pytest.raises(osl.MappingError, match=r"two tensors.*weight_scale"):
         osl.save(tmp_path / "out", values, options=like(tmp_path / "first"))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "fp8_block", "fp8_rows"])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_groups_of_many_rows_are_seen_twice(tmp_path, monkeypatch, kind, dtype):
+    """What does not fit in memory at once gives the same files as what does."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((300, 256)).astype(dtype)
+    osl.save(tmp_path / "plain", {f"{UP}.weight": weight})
+    scale = {"tensor": (1,), "fp8_block": (3, 2), "fp8_rows": (300, 1)}[kind]
+    before = {
+        f"{UP}.weight": rng.standard_normal(weight.shape).astype(F8),
+        f"{UP}.weight_scale": rng.uniform(0.5, 1, scale).astype(np.float32),
+    }
+    osl.save(tmp_path / "first", before)
+    loaded = decoded(tmp_path / "first", dtype.__name__ if dtype is np.float32 else "bfloat16")
+    changed = loaded[f"{UP}.weight"].copy()
+    changed[200:, 100:] *= dtype(3) if dtype is np.float32 else BF16.type(3)
+    trees = {"other": weight, "same": loaded[f"{UP}.weight"], "changed": changed}
+    files = {}
+    for limit in (1 << 30, 5000):
+        monkeypatch.setattr(encoder, "_MOST_IN_ROWS", limit)
+        monkeypatch.setattr(encoder, "CHUNK_ELEMENTS", limit)
+        for rows in (1 << 30, 16 << 10):
+            monkeypatch.setattr(sys.modules[WRITING], "_ROWS_BYTES", rows)
+            for name, tree in trees.items():
+                out = tmp_path / "out"
+                osl.save(
+                    out, {f"{UP}.weight": tree}, options=like(tmp_path / "first"), overwrite=True
+                )
+                content = (out / "model.safetensors").read_bytes()
+                assert files.setdefault(name, content) == content, (name, limit, rows)
+            quantize = osl.Quantization.like(tmp_path / "first")
+            osl.convert(
+                tmp_path / "plain",
+                out,
+                format="hf",
+                quantize=quantize,
+                overwrite=True,
+                options=osl.ConvertOptions(memory_budget_bytes=1 << 20),
+            )
+            again = stored(out)
+            osl.save(
+                out, {f"{UP}.weight": weight}, options=like(tmp_path / "first"), overwrite=True
+            )
+            for name, tensor in stored(out).items():
+                assert again[name].tobytes() == tensor.tobytes()
+    first = (tmp_path / "first" / "model.safetensors").read_bytes()
+    assert files["same"] == first
+    assert files["changed"] != first
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8_channel"])
+def test_values_that_are_not_finite_in_the_last_rows(tmp_path, kind):
+    weight = np.ones((512, 128), BF16)
+    weight[-1, -1] = np.nan
+    options = osl.WriteOptions(quantize=osl.Quantization(kind))
+    with pytest.raises(osl.SafetensorsLayoutError, match=r"not finite.*up_proj"):
+        osl.save(tmp_path / "out", {f"{UP}.weight": weight}, options=options)
+    assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -335,6 +335,27 @@ def bytes_by_rows(nodes: Iterable[BoundExpr]) -> int:
         return 0
     operands = [operand for node in decoded for operand in node.operands]
     return sum(math.prod(operand.shape) * operand.dtype.itemsize for operand in operands)
+
+
+class Scanning(Protocol):
+    """A `Decoder` of one input that needs all of it for each box, unless it has seen it before."""
+
+    @property
+    def unseen(self) -> bool:
+        """Whether there is something to scan."""
+
+    def scan(self, first: int, values: np.ndarray) -> None:
+        """Sees rows of the input, from number `first` on."""
+
+    def complete(self) -> None:
+        """Says that all were scanned."""
+
+
+def unseen_inputs(nodes: Iterable[BoundExpr]) -> Iterator[tuple[BoundExpr, Scanning]]:
+    """Yields what has to be scanned before `bytes_by_rows` holds, and by which decoder."""
+    for node in nodes:
+        if isinstance(node, Decoded) and getattr(node.decoder, "unseen", False):
+            yield node.operands[0], cast(Scanning, node.decoder)
 
 
 def _without_gaps(

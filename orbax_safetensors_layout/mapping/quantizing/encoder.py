@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from ..expr.quantized import CHUNK_ELEMENTS, blocks_of
 from .group_formats import GroupFormat
 
 _HINT = "Leave it out: Quantization(..., ignore=[...]); or mend the weight."
+_MOST_IN_ROWS = 1 << 22  # values of a row of groups
 _SHORT = 64  # values in a row of a group; of more numpy finds the largest fast
 
 Part = Literal["values", "scales", "factor"]
@@ -35,11 +37,27 @@ class StoredScales(Protocol):
         """Return the factor that these were stored with."""
 
 
+class SeenValues:
+    """What the parts of one weight have to know of all its values; see `WeightEncoder.scan`."""
+
+    def __init__(self) -> None:
+        self.most = np.float32(0)  # the largest magnitude
+        self.largest: np.ndarray | None = None  # of each group, where groups are tall
+        self.same: np.ndarray | None = None  # whether each is stored exactly with its scale before
+        self.is_known = False
+        self.is_complete = False
+        self.lock = threading.Lock()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightEncoder:
     """A `Decoder` of one of the tensors that a weight of two axes is stored as.
 
     Groups that `before` gives the values that they have keep their scales, and so their bits.
+
+    A few rows are computed from a few rows of the weight. A factor, and scales of groups with many
+    values in a row of groups, are those of values that were seen before: who can read the weight
+    twice passes all its rows to `scan`, then calls `complete`; for others it needs the whole.
     """
 
     format: GroupFormat  # with all extents of a block
@@ -47,15 +65,22 @@ class WeightEncoder:
     shape: tuple[int, int]  # the weight's
     name: str  # the weight's
     before: StoredScales | None = None
-    most_of: list[np.float32] = dataclasses.field(default_factory=list, compare=False)
-    """The largest magnitude of the weight, once it is known; of all its parts."""
+    seen: SeenValues = dataclasses.field(default_factory=SeenValues, compare=False)
+    """Of all parts of the weight."""
 
     free = 0
+    by_rows = True
 
     @property
-    def by_rows(self) -> bool:
-        """Whether a few rows are computed from a few rows of the weight."""
-        return not self.format.has_factor
+    def is_tall(self) -> bool:
+        """Whether too many rows share scales to have them in memory at once."""
+        down = self.format.block[0]
+        return down > 1 and down * self.shape[1] > _MOST_IN_ROWS
+
+    @property
+    def unseen(self) -> bool:
+        """Whether it needs the whole weight, unless that is scanned."""
+        return (self.format.has_factor or self.is_tall) and not self.seen.is_complete
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -66,69 +91,116 @@ class WeightEncoder:
         return box
 
     def needs(self, box: Box) -> tuple[Box, ...]:
-        if self.format.has_factor:
-            return (Box.whole(self.shape),)
-        return (self._region(box),)
+        return (Box.whole(self.shape) if self.unseen else self._region(box),)
 
     def _region(self, box: Box) -> Box:
-        """Return the whole groups that a box of the part is computed from."""
+        """Return what a box of the part is computed from: whole groups, unless they are tall."""
+        if self.part == "factor" or (self.is_tall and self.part == "scales"):
+            return Box((0, 0), (min(1, self.shape[0]), self.shape[1]))  # has been seen
         start, stop = [], []
-        limits = zip(*box, self._sizes, self.format.block, self.shape, strict=True)
-        for first, last, size, block, extent in limits:
-            start.append(first * size // block * block)
-            stop.append(min(-(-last * size // block) * block, extent))
+        down, across = self.format.block
+        units = (1 if self.is_tall else down, across)
+        for first, last, size, unit, extent in zip(
+            *box, self._sizes, units, self.shape, strict=True
+        ):
+            start.append(first * size // unit * unit)
+            stop.append(min(-(-last * size // unit) * unit, extent))
         return Box(tuple(start), tuple(stop))
+
+    def scan(self, first: int, weight: np.ndarray) -> None:
+        """Sees rows of the weight, from number `first` on; twice and on several threads, too."""
+        seen, before = self.seen, self.before if self.is_tall else None
+        known = None if before is None else self._scales_before(before)
+        if self.is_tall:
+            with seen.lock:
+                if seen.largest is None or seen.same is None:
+                    seen.largest = np.zeros(self._groups, np.float32)
+                    seen.same = np.ones(self._groups, np.bool_)
+        for values, largest, top, left in self._chunks(weight, first):
+            where = _placed(largest, (first + top) // self.format.block[0], left)
+            same: Any = False
+            if known is not None:
+                same = self._are_same(values, known[where], np.float32(1), weight.dtype)
+            with seen.lock:
+                seen.most = max(seen.most, largest.max(initial=0))
+                if seen.largest is not None and seen.same is not None:
+                    seen.largest[where] = np.maximum(seen.largest[where], largest)
+                    seen.same[where] &= same
+
+    def complete(self) -> None:
+        """Says that all rows were scanned."""
+        self.seen.is_known = self.seen.is_complete = True
 
     def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         (weight,) = inputs
-        form, before = self.format, self.before
+        form, before, seen = self.format, self.before, self.seen
+        if self.unseen and not seen.is_known:
+            self.scan(0, weight)
+            seen.is_known = True
         factor = np.float32(1)
         if form.has_factor:
-            most = self._most(weight)
-            factor = form.factor(most)
-            if before is not None and form.fits(most, before.factor()):
+            factor = form.factor(seen.most)
+            if before is not None and form.fits(seen.most, before.factor()):
                 factor = before.factor()
             else:
                 before = None
         if self.part == "factor":
             return np.array([factor])
+        known = None if before is None else self._scales_before(before)
+        if self.is_tall and self.part == "scales":
+            return self._scales(seen.largest, known, seen.same, factor)[box.slices]
         region = self._region(box)
-        if form.has_factor:
+        if weight.shape != region.shape:
             weight = weight[region.slices]
-        known = None
-        if before is not None:
-            all_groups = blocks_of(Box.whole(self.shape), form.block)
-            known = before.scales().reshape(all_groups.shape)[blocks_of(region, form.block).slices]
+        (row, column), (down, across) = region.start, form.block
         part = blocks_of(region, self._sizes)
         result = np.empty(part.shape, form.scale_dtype if self.part == "scales" else form.dtype)
-        (down, across), per_element = form.block, form.per_element
-        for values, largest, top, left in self._chunks(weight):
-            scales = form.scales(largest, factor)
-            if not np.isfinite(form.units(scales, factor)).all():
-                raise SafetensorsLayoutError(
-                    f"the weight has values too large for scales in {form.scale_dtype.name}",
-                    tensor=self.name,
-                    found=f"{largest.max():g}",
-                    hint=_HINT,
-                )
-            groups = _placed(scales, top // down, left // across)
-            if known is not None:
-                same = self._are_same(values, known[groups], factor, weight.dtype)
-                scales = np.where(same, known[groups], scales)
+        for values, largest, top, left in self._chunks(weight, row):
+            groups = _placed(largest, (row + top) // down, column // across + left)
+            before_here = None if known is None else known[groups]
+            same = None
+            if seen.largest is not None and seen.same is not None:
+                largest, same = seen.largest[groups], seen.same[groups]
+            elif before_here is not None:
+                same = self._are_same(values, before_here, factor, weight.dtype)
+            scales = self._scales(largest, before_here, same, factor)
             if self.part == "scales":
-                result[groups] = scales
+                result[_placed(scales, top // down, left)] = scales
                 continue
             codes = _codes(form, values, scales, factor)
-            codes = codes.reshape(len(values) * down, -1)
-            stored = form.stored(codes[: len(weight) - top, : weight.shape[1] - left])
-            result[_placed(stored, top, left // per_element)] = stored
+            codes = codes.reshape(-1, codes.shape[2] * across)
+            first = left * across
+            stored = form.stored(codes[: len(weight) - top, : weight.shape[1] - first])
+            result[_placed(stored, top, first // form.per_element)] = stored
         return result[box.within(part).slices]
 
-    def _most(self, weight: np.ndarray) -> np.float32:
-        if not self.most_of:
-            largest = (groups.largest.max() for groups in self._chunks(weight))
-            self.most_of.append(max(largest, default=np.float32(0)))
-        return self.most_of[0]
+    @property
+    def _groups(self) -> tuple[int, ...]:
+        return blocks_of(Box.whole(self.shape), self.format.block).shape
+
+    def _scales_before(self, before: StoredScales) -> np.ndarray:
+        return before.scales().reshape(self._groups)
+
+    def _scales(
+        self,
+        largest: np.ndarray | None,
+        known: np.ndarray | None,
+        same: np.ndarray | None,
+        factor: np.float32,
+    ) -> np.ndarray:
+        """Return the scales of groups: those known, where the values are the same."""
+        assert largest is not None
+        scales = self.format.scales(largest, factor)
+        if known is not None and same is not None:
+            scales = np.where(same, known, scales)
+        if not np.isfinite(self.format.units(scales, factor)).all():
+            raise SafetensorsLayoutError(
+                f"the weight has values too large for scales in {self.format.scale_dtype.name}",
+                tensor=self.name,
+                found=f"{largest.max():g}",
+                hint=_HINT,
+            )
+        return scales
 
     def _are_same(
         self, values: np.ndarray, scales: np.ndarray, factor: np.float32, dtype: np.dtype[Any]
@@ -142,17 +214,27 @@ class WeightEncoder:
         same: np.ndarray = (again == values).all((1, 3))
         return same
 
-    def _chunks(self, weight: np.ndarray) -> Iterator[_ValueGroups]:
-        """Yields some groups at a time; those at the edges are filled up with zeros."""
+    def _chunks(self, weight: np.ndarray, first: int) -> Iterator[_ValueGroups]:
+        """Yields some groups at a time; those at the edges are filled up with zeros.
+
+        Of tall groups some rows, which are of one row of groups; `first` is that of the weight.
+        """
         (down, across), (rows, columns) = self.format.block, weight.shape
-        wide = max(1, CHUNK_ELEMENTS // (down * across)) * across
-        high = max(1, CHUNK_ELEMENTS // (down * min(wide, max(1, columns)))) * down
-        for top, left in itertools.product(range(0, rows, high), range(0, columns, wide)):
-            values = weight[top : top + high, left : left + wide].astype(np.float32)
-            missing = [(0, -n % size) for n, size in zip(values.shape, (down, across), strict=True)]
+        unit = 1 if self.is_tall else down
+        wide = max(1, CHUNK_ELEMENTS // (unit * across)) * across
+        high = max(1, CHUNK_ELEMENTS // (unit * min(wide, max(1, columns)))) * unit
+        tops = [*range(0, rows, high)]
+        if self.is_tall:
+            tops = sorted({*tops, *range(-first % down, rows, down)})
+        for (top, bottom), left in itertools.product(
+            itertools.pairwise([*tops, rows]), range(0, columns, wide)
+        ):
+            values = weight[top:bottom, left : left + wide].astype(np.float32)
+            missing = [(0, -n % size) for n, size in zip(values.shape, (unit, across), strict=True)]
             if any(map(any, missing)):
                 values = np.pad(values, missing)
-            values = values.reshape(len(values) // down, down, -1, across)
+            in_group = len(values) if self.is_tall else down
+            values = values.reshape(len(values) // in_group, in_group, -1, across)
             largest = _largest(values)
             if not np.isfinite(largest).all():
                 raise SafetensorsLayoutError(
@@ -161,7 +243,7 @@ class WeightEncoder:
                     found=f"{np.count_nonzero(~np.isfinite(values))} in some groups",
                     hint=_HINT,
                 )
-            yield _ValueGroups(values, largest, top, left)
+            yield _ValueGroups(values, largest, top, left // across)
 
 
 def _placed(values: np.ndarray, row: int, column: int) -> tuple[slice, slice]:
@@ -183,7 +265,7 @@ class _ValueGroups(NamedTuple):
     values: np.ndarray  # [groups down, rows of each, groups across, columns of each], float32
     largest: np.ndarray  # [groups down, groups across]: the largest magnitudes
     top: int  # the first row
-    left: int  # the first column
+    left: int  # the first group of columns
 
 
 def _codes(
@@ -251,10 +333,10 @@ class WeightLayout(NamedTuple):
         if form.has_factor:
             parts.append(("factor", self.factor, (1,), (1,), np.dtype(np.float32)))
         result: dict[str, BoundExpr] = {}
-        most: list[np.float32] = []
+        seen = SeenValues()
         for part, ending, own, shape, dtype in parts:
             full = joined_name(name, ending)
-            encoder = WeightEncoder(form, part, (merged.shape[0], columns), name, before, most)
+            encoder = WeightEncoder(form, part, (merged.shape[0], columns), name, before, seen)
             expr = Decoded(own, dtype, (merged,), encoder)
             stored = (shapes or {}).get(full, shape)
             if _longer_than_one(stored) != _longer_than_one(shape):

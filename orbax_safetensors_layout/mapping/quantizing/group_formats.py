@@ -220,7 +220,7 @@ class ModelOptNvfp4Groups(Nvfp4Groups):
     __slots__ = ()
 
     def factor(self, largest: np.float32) -> np.float32:
-        return np.maximum(largest, np.float32(_TINY)) / np.float32(_MOST_PRODUCT)
+        return max(largest, np.float32(_TINY)) / np.float32(_MOST_PRODUCT)
 
     def fits(self, largest: np.float32, factor: np.float32) -> bool:
         return bool(0 < factor < np.inf and largest < _MOST_ROUNDED * factor)
