@@ -38,7 +38,7 @@ class StoredScales(Protocol):
 
 
 class SeenValues:
-    """What the parts of one weight have to know of all its values; see `WeightEncoder.scan`."""
+    """Facts of all values of a weight, which its parts need; see `WeightEncoder.scan`."""
 
     def __init__(self) -> None:
         self.most = np.float32(0)  # the largest magnitude
