@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -67,8 +68,16 @@ def assemble_files(
 ) -> None:
     """Completes the files that this process owns, of tensors in pieces or made of such arrays."""
     budget = folder.budget.most_bytes
+    reader = ArrayReader(
+        storage=storage,
+        profile=ReadOptions().profile(storage.kind).within(budget),
+        memory_budget_bytes=budget,
+        in_order=folder.storage.appends,
+    )
+    unfinished = folder.unfinished()
+    _scan_stored(folder, plan, unfinished, sources, reader)
     blocks: list[_TensorRows] = []
-    for file in folder.unfinished():
+    for file in unfinished:
         file_blocks = [*_blocks(plan, file, sources, budget // _BLOCKS_IN_FLIGHT)]
         folder.expect(file, len(file_blocks))
         folder.written(file)  # no more than these
@@ -90,12 +99,6 @@ def assemble_files(
                 jobs.append(folder.pool.submit(_write, folder, block, parts[0]))
         return lambda: [job.result() for job in jobs]
 
-    reader = ArrayReader(
-        storage=storage,
-        profile=ReadOptions().profile(storage.kind).within(budget),
-        memory_budget_bytes=budget,
-        in_order=folder.storage.appends,
-    )
     for first in range(0, len(blocks), _BLOCKS_PLANNED):
         planned = blocks[first : first + _BLOCKS_PLANNED]
         regions = []
@@ -108,19 +111,79 @@ def assemble_files(
     folder.pool.join()
 
 
+def _gathered(
+    plan: WritePlan, file: OpenFile, sources: Mapping[str, ArraySource]
+) -> Iterator[tuple[TensorEntry, ArraySource]]:
+    names = {plan.leaves[number].tensor.name for number in file.plan.gathered}
+    return ((e, sources[e.name]) for e in file.plan.layout.tensors if e.name in names)
+
+
+def _scan_stored(
+    folder: CheckpointFolder,
+    plan: WritePlan,
+    files: Sequence[OpenFile],
+    sources: Mapping[str, ArraySource],
+    reader: ArrayReader,
+) -> None:
+    """Reads once what decoders have to have seen all of."""
+    most = min(_ROWS_BYTES, folder.budget.most_bytes // _BLOCKS_IN_FLIGHT)
+    inputs: dict[int, tuple[MappedSource, Scanning]] = {}
+    for source in (source for file in files for _, source in _gathered(plan, file, sources)):
+        if isinstance(source, MappedSource):
+            for operand, decoder in unseen_inputs(source.bound.nodes()):
+                inputs[id(operand)] = MappedSource(operand, source.tensors), decoder
+    scans = [
+        (source, decoder, box)
+        for source, decoder in inputs.values()
+        for box in row_blocks(
+            source.shape,
+            source.dtype.itemsize * 8,
+            most if _in_rows(source) else source.nbytes,
+        )
+    ]
+
+    def take(
+        planned: Sequence[tuple[MappedSource, Scanning, Box]],
+        numbers: Sequence[int],
+        _: Sequence[int],
+        parts: Sequence[np.ndarray],
+    ) -> Callable[[], object]:
+        jobs = []
+        for _source, decoder, box in (planned[number] for number in numbers):
+            jobs.append(folder.pool.submit(decoder.scan, box.start[0], parts[0]))
+        return lambda: [job.result() for job in jobs]
+
+    for first in range(0, len(scans), _BLOCKS_PLANNED):
+        planned = scans[first : first + _BLOCKS_PLANNED]
+        reads = RegionReads(
+            [ArrayRegion.of_box("", source, box, source.dtype) for source, _, box in planned],
+            folder.budget.most_bytes,
+        )
+        reader.run(reads, reader.plan(reads), functools.partial(take, planned), check=folder.check)
+    folder.pool.join()
+    for _, decoder in inputs.values():
+        decoder.complete()
+
+
+def _in_rows(source: MappedSource) -> bool:
+    """Whether neighbours in a row are as near in the files as those in a column."""
+    strides = source.strides(Box.whole(source.shape))
+    return strides is not None and all(map(operator.ge, strides, strides[1:]))
+
+
 def _blocks(
     plan: WritePlan, file: OpenFile, sources: Mapping[str, ArraySource], most_bytes: int
 ) -> Iterator[_TensorRows]:
-    gathered = {plan.leaves[number].tensor.name for number in file.plan.gathered}
-    for entry in file.plan.layout.tensors:
-        if entry.name in gathered:
+    for entry, source in _gathered(plan, file, sources):
+        most = min(most_bytes, _MOST_BLOCK_BYTES)
+        if isinstance(source, MappedSource):
             # Rows of a transposed tensor would be read through what is between them.
-            is_mapped = isinstance(sources[entry.name], MappedSource)
-            most = entry.nbytes if is_mapped else min(most_bytes, _MOST_BLOCK_BYTES)
-            dtype, start = entry.dtype, entry.start
-            for box in row_blocks(sources[entry.name].shape, dtype.bits, most, dtype.group):
-                yield _TensorRows(file, entry, box, start)
-                start += box.size * dtype.bits // 8
+            needed = bytes_by_rows(source.bound.nodes()) if _in_rows(source) else 0
+            most = max(1, entry.nbytes * most // needed) if needed else entry.nbytes
+        dtype, start = entry.dtype, entry.start
+        for box in row_blocks(source.shape, dtype.bits, most, dtype.group):
+            yield _TensorRows(file, entry, box, start)
+            start += box.size * dtype.bits // 8
 
 
 def _write(folder: CheckpointFolder, block: _TensorRows, values: np.ndarray) -> None:

@@ -456,3 +456,16 @@ def test_the_peak_memory_beside_a_large_weight(tmp_path, kind):
     environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
     grown = run_alone("save_quantized_peak.py", tmp_path, kind, environment=environment)
     assert int(grown) < 128 << 20
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", "nvfp4"])
+def test_the_peak_memory_of_several_processes(tmp_path, kind):
+    """Of 128 MB that two processes hold, the one that writes has a few rows at a time, too."""
+    grown = run_processes(
+        "save_quantized_peak_of_processes.py",
+        processes=2,
+        devices=1,
+        folder=str(tmp_path),
+        kind=kind,
+    )
+    assert max(grown) < 96 << 20

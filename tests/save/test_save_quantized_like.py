@@ -5,6 +5,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from programs import run_processes
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.mapping.quantizing import encoder
@@ -203,3 +204,33 @@ def test_values_that_are_not_finite_in_the_last_rows(tmp_path, kind):
     with pytest.raises(osl.SafetensorsLayoutError, match=r"not finite.*up_proj"):
         osl.save(tmp_path / "out", {f"{UP}.weight": weight}, options=options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_several_processes_see_a_weight_twice_too(tmp_path, processes):
+    tensors = static_fp8()
+    tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(UP)} | {
+        "norm": np.ones(8, np.float32)
+    }
+    osl.save(tmp_path / "first", tensors)
+    values = decoded(tmp_path / "first")
+    values[f"{UP}.weight"] = values[f"{UP}.weight"].copy()
+    values[f"{UP}.weight"][200:] *= 1.5
+    osl.save(tmp_path / "plain", values)
+    run_processes(
+        "save_quantized_tall.py",
+        processes=processes,
+        devices=4 // processes,
+        folder=str(tmp_path),
+    )
+    for kind in ("like", "nvfp4", "int4"):
+        quantize = (
+            osl.Quantization.like(tmp_path / "first") if kind == "like" else osl.Quantization(kind)
+        )
+        options = osl.WriteOptions(quantize=quantize)
+        osl.save(tmp_path / "expected", values, options=options, overwrite=True)
+        expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
+        for number in range(5):
+            for end in ("", "-t"):
+                out = tmp_path / f"{kind}-{number}{end}"
+                assert (out / "model.safetensors").read_bytes() == expected, out.name

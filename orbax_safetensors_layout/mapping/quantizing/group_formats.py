@@ -88,7 +88,7 @@ class GroupFormat(abc.ABC):
     def nearest_scales(self, scales: np.ndarray) -> np.ndarray:
         """Return scales as stored: one for groups of zeros, and none so small that it is coarse."""
         finfo: Any = ml_dtypes.finfo  # untyped
-        least = max(_TINY, np.float32(32 * float(finfo(self.scale_dtype).smallest_subnormal)))
+        least = np.float32(max(_TINY, 32 * float(finfo(self.scale_dtype).smallest_subnormal)))
         scales = np.where(scales, np.maximum(scales, least), np.float32(1))
         return rounded(scales, self.scale_dtype)
 
