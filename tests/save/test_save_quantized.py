@@ -355,7 +355,7 @@ def test_a_configuration_that_is_malformed(tmp_path, text):
         if text == "{}":
             osl.save(tmp_path / "out", model(), config=tmp_path, options=options, overwrite=True)
             continue
-        with pytest.raises(osl.FormatError, match=r"what is quantised.*config\.json"):
+        with pytest.raises(osl.FormatError, match=r"record the quantisation.*config\.json"):
             osl.save(tmp_path / "out", model(), config=tmp_path, options=options)
         assert not (tmp_path / "out").exists()
 
