@@ -223,6 +223,7 @@ def run_alone(
     *arguments: object,
     mount: tuple[str, Path] | None = None,
     environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
 ) -> str:
     """Return what a program of `tests/programs` prints, perhaps with a file system of its own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
@@ -239,7 +240,7 @@ def run_alone(
             pytest.skip("may not mount")
         command = ["unshare", "-m", "sh", "-c", f'{mounting} && exec "$@"', "sh", *command]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
