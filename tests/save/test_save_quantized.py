@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import any_sharding, mesh_of
 from programs import run_alone, run_processes
+from recording import recording
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
@@ -365,6 +366,21 @@ def test_a_weight_of_another_shape_than_in_the_folder(tmp_path):
     like = osl.WriteOptions(quantize=osl.Quantization.like(tmp_path / "first"))
     with pytest.raises(osl.MappingError, match="another shape than in the folder"):
         osl.save(tmp_path / "out", model(rows=128), options=like)
+
+
+def test_the_scales_of_a_folder_are_read_once(tmp_path):
+    """A weight is quantised a few rows at a time."""
+    osl.save(tmp_path / "first", model(4096, 4096), options=quantized("mxfp4"))
+    loaded = osl.load(tmp_path / "first", mapping=osl.dequantized(tmp_path / "first"))
+    like = osl.Quantization.like(tmp_path / "first")
+    options = osl.WriteOptions(quantize=like, memory_budget_bytes=4 << 20)
+    with recording() as storage:
+        osl.save(tmp_path / "again", loaded, options=options)
+    read = [r for r in storage.tensor_ranges() if "first" in r[0]]
+    assert sum(stop - start for _, start, stop in read) == 4096 * 4096 // 32
+    tensors = osl.load(tmp_path / "first")
+    for name, tensor in osl.load(tmp_path / "again").items():
+        assert np.asarray(tensor).tobytes() == np.asarray(tensors[name]).tobytes()
 
 
 def test_exponents_as_scales_of_fp8(tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,21 +30,20 @@ from ..dequantizing.dequantized import (
 )
 from .encoder import WeightLayout, add_parts, joined_name
 
+_KEPT = 4  # tensors that were read last: a weight's rows are quantised one after the other
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FolderTensor:
     """A small tensor of a folder, read when it is asked for; a `Decoder` of nothing."""
 
-    path: str
     entry: TensorEntry
+    read_entry: Callable[[TensorEntry], np.ndarray] = dataclasses.field(compare=False)
 
     free = 0
 
     def read(self) -> np.ndarray:
-        storage, _ = open_storage(self.path)
-        with storage:
-            data = read_range(storage, self.entry.file, self.entry.start, self.entry.nbytes)
-        return np.frombuffer(data, self.entry.dtype.numpy).reshape(self.entry.shape)
+        return self.read_entry(self.entry)
 
     def widen(self, box: Box) -> Box:
         return box
@@ -85,6 +85,7 @@ class FolderQuantization:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
+        self._read = functools.lru_cache(_KEPT)(self._read_from)
         with Catalog.open(path) as catalog, frozen_heap():
             entries, weights, _ = decoded_weights(catalog, np.dtype(np.float32))
             self._configured = configured_quantization(catalog)
@@ -98,13 +99,19 @@ class FolderQuantization:
         parts = {part for weight in weights.values() for part in weight.parts}
         written = {part for weight in self._weights.values() for part in weight.written}
         self._beside = {  # scales of activations, and parts that say nothing of the values
-            name: FolderTensor(self.path, entry)
+            name: FolderTensor(entry, self._read)
             for name, entry in entries.items()
             if (name in parts or OF_ACTIVATIONS.fullmatch(name)) and name not in written
         }
 
     def __repr__(self) -> str:
         return f"Quantization.like({self.path!r})"
+
+    def _read_from(self, entry: TensorEntry) -> np.ndarray:
+        storage, _ = open_storage(self.path)
+        with storage:
+            data = read_range(storage, entry.file, entry.start, entry.nbytes)
+        return np.frombuffer(data, entry.dtype.numpy).reshape(entry.shape)
 
     def apply(
         self, weights: Mapping[str, BoundExpr], dtype: np.dtype[Any] | None = None
@@ -151,12 +158,12 @@ class FolderQuantization:
     ) -> _Weight:
         scheme, parts, _, stored = weight
         if scheme.layout is None:
-            raise parts.error(f"{scheme.name} is read, and not written")
+            raise parts.error(f"{scheme.name} can be loaded, not saved")
         layout = scheme.layout(parts)
         scale, factor = parts.entry(layout.scales), parts.entry(layout.factor)
         assert scale is not None
-        of_weight = FolderTensor(self.path, factor) if layout.factor and factor else None
-        before = StoredScalesOf(FolderTensor(self.path, scale), of_weight)
+        of_weight = FolderTensor(factor, self._read) if layout.factor and factor else None
+        before = StoredScalesOf(FolderTensor(scale, self._read), of_weight)
         written = (layout.values, layout.scales, *filter(None, (layout.factor, layout.shape)))
         names = tuple(joined_name(name, part) for part in written)
         return _Weight(layout, names, {part: entries[part].shape for part in stored}, before)
