@@ -13,7 +13,7 @@ from .checkpoint_reader import (
     values_of,
 )
 from .consolidate import consolidate
-from .files import FilesTarget
+from .files_target import FilesTarget
 from .pipeline import Conversion, conversion_block_bytes
 from .target import FINISHED, LeafRegion, Target, TargetArray
 from .target_tree import Topology, arrays_in, mapped_tree, plain_tree, target_expressions

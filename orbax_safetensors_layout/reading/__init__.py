@@ -2,9 +2,8 @@
 
 from ._jax import DistributedStore
 from .array_reader import ArrayReader
-from .decoding import check_booleans
 from .leaf_builder import LeafBuilder
-from .read import ReadStats
+from .plan_reader import ReadStats
 from .replica_exchange import (
     LOADING,
     PLANNING,
@@ -18,4 +17,5 @@ from .replica_exchange import (
 )
 from .resolve import ResolvedLeaf, adopts, check_holdable, resolve_leaves
 from .saved_metadata import SavedMetadata
+from .stored_values import check_booleans
 from .verifying import VerifyingReader, file_blocks, file_crc32, read_digests

@@ -31,8 +31,8 @@ from orbax_safetensors_layout.plan import (
 from orbax_safetensors_layout.runtime import ProgressReport, allocate
 from orbax_safetensors_layout.storage import RangeReader
 
-from .decoding import check_booleans
-from .read import PlanReader, ReadStats, Wait
+from .plan_reader import PlanReader, ReadStats, Wait
+from .stored_values import check_booleans
 
 TakeBoxes = Callable[[Sequence[int], Sequence[int], Sequence[np.ndarray]], Wait | None]
 """Takes numbers of regions with the same values, numbers of some of their boxes, and the values of

@@ -18,7 +18,7 @@ from orbax_safetensors_layout.mapping import python_scalar
 from orbax_safetensors_layout.sharding import Placement, box_of, sharding_of
 
 from ._jax import batched_device_put
-from .read import Wait
+from .plan_reader import Wait
 from .resolve import ResolvedLeaf
 
 

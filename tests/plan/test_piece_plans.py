@@ -20,7 +20,7 @@ from orbax_safetensors_layout.geometry import AffineView, Box, row_major_strides
 from orbax_safetensors_layout.plan import LeafRead, ReadPlan, plan_reads
 from orbax_safetensors_layout.plan.leaf_reads import TensorPiece
 from orbax_safetensors_layout.reading.jobs import jobs_of
-from orbax_safetensors_layout.reading.read import PlanReader
+from orbax_safetensors_layout.reading.plan_reader import PlanReader
 from orbax_safetensors_layout.reading.tile_buffers import buffer_slices
 from orbax_safetensors_layout.runtime import allocate
 from orbax_safetensors_layout.sharding import AddressableShards

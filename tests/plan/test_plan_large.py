@@ -12,7 +12,7 @@ from orbax_safetensors_layout.analysis import estimate
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.options import PROFILES, ReadOptions
 from orbax_safetensors_layout.plan import LeafRead, plan_reads
-from orbax_safetensors_layout.reading.read import PlanReader
+from orbax_safetensors_layout.reading.plan_reader import PlanReader
 from orbax_safetensors_layout.sharding import AddressableShards, MeshShape, Partition, ShardingRule
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -22,11 +22,11 @@ from recording import RecordingStorage, recording
 
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.reading.leaf_builder as builder_module
-import orbax_safetensors_layout.reading.read as read_module
+import orbax_safetensors_layout.reading.plan_reader as read_module
 import orbax_safetensors_layout.runtime.memory as buffers_module
 from orbax_safetensors_layout.options import PROFILES
 from orbax_safetensors_layout.reading import tile_buffers
-from orbax_safetensors_layout.reading.read import PlanReader
+from orbax_safetensors_layout.reading.plan_reader import PlanReader
 from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT, Staging, allocate
 from orbax_safetensors_layout.runtime.memory import HUGE_PAGE_BYTES, Pages
 from orbax_safetensors_layout.storage import LocalStorage

@@ -6,7 +6,7 @@ import importlib
 
 import numpy as np
 
-import orbax_safetensors_layout.reading.read as read_module
+import orbax_safetensors_layout.reading.plan_reader as read_module
 from orbax_safetensors_layout.reading import LeafBuilder, tile_buffers
 from orbax_safetensors_layout.runtime import memory
 

@@ -13,7 +13,7 @@ from orbax_safetensors_layout.format import DTYPES, NewTensor, piece_name
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.options import WriteOptions
 from orbax_safetensors_layout.plan import FileWrite, LeafWrite, WritePlan, plan_writes
-from orbax_safetensors_layout.reading.read import PlanReader
+from orbax_safetensors_layout.reading.plan_reader import PlanReader
 from orbax_safetensors_layout.sharding import GlobalShards
 
 DATA_ALIGNMENT = 4096

@@ -59,7 +59,7 @@ class FolderTensor:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StoredScalesOf:
+class FolderScales:
     """The scales of a weight in a folder."""
 
     of_groups: FolderTensor
@@ -77,7 +77,7 @@ class _Weight(NamedTuple):
     layout: WeightLayout
     written: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
-    before: StoredScalesOf
+    before: FolderScales
 
 
 class FolderQuantization:
@@ -163,7 +163,7 @@ class FolderQuantization:
         scale, factor = parts.entry(layout.scales), parts.entry(layout.factor)
         assert scale is not None
         of_weight = FolderTensor(factor, self._read) if layout.factor and factor else None
-        before = StoredScalesOf(FolderTensor(scale, self._read), of_weight)
+        before = FolderScales(FolderTensor(scale, self._read), of_weight)
         written = (layout.values, layout.scales, *filter(None, (layout.factor, layout.shape)))
         names = tuple(joined_name(name, part) for part in written)
         return _Weight(layout, names, {part: entries[part].shape for part in stored}, before)

@@ -37,9 +37,9 @@ from orbax_safetensors_layout.runtime import (
 )
 from orbax_safetensors_layout.storage import LocalStorage, RangeReader
 
-from .decoding import one_a_byte
 from .jobs import Job, jobs_of
 from .staged_blocks import Scratch
+from .stored_values import one_a_byte
 from .tile_buffers import BufferSlice, TileBuffer, buffer_slices
 
 _CACHE_PROBES = 16
