@@ -21,7 +21,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from orbax_safetensors_layout.format import DType, TensorEntry
-from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns, cut
+from orbax_safetensors_layout.geometry import AffineView, Box, StridedRuns, cut, row_blocks
+from orbax_safetensors_layout.mapping import unseen_inputs
 from orbax_safetensors_layout.plan import StoredSource
 from orbax_safetensors_layout.runtime import allocate, batches
 from orbax_safetensors_layout.storage import FileWriter, LocalStorage, MemoryReader, new_file
@@ -64,8 +65,22 @@ def group_blocks(
 
 
 def _read(arrays: ReadableArrays, regions: Sequence[LeafRegion], block_bytes: int) -> Blocks:
+    for _, own in itertools.groupby(regions, lambda region: region.leaf.name):
+        _scan(arrays, next(own).leaf, block_bytes)
     for batch in region_batches(regions, block_bytes):
         yield batch, arrays.read(batch, block_bytes)
+
+
+def _scan(arrays: ReadableArrays, leaf: TargetArray, block_bytes: int) -> None:
+    """Reads once what decoders of a leaf have to have seen all of."""
+    nodes = [] if isinstance(leaf.made_of, str) else leaf.made_of.nodes()
+    for operand, decoder in unseen_inputs(nodes):
+        whole = TargetArray(leaf.name, operand.shape, operand.dtype, "jax", operand)
+        boxes = row_blocks(whole.shape, 8 * whole.dtype.itemsize, block_bytes)
+        for batch in region_batches((LeafRegion(whole, box) for box in boxes), block_bytes):
+            for region, values in zip(batch, arrays.read(batch, block_bytes), strict=True):
+                decoder.scan(region.box.start[0], values)
+        decoder.complete()
 
 
 @contextlib.contextmanager

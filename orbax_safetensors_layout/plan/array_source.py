@@ -32,6 +32,7 @@ from orbax_safetensors_layout.mapping import (
     ValueOp,
     WholeTensor,
     affine_pieces,
+    bytes_by_rows,
     check_mapping,
     is_opaque,
 )
@@ -302,7 +303,8 @@ class MappedSource(NamedTuple):
     def _parts(self, joined: Tile, most_bytes: int) -> Iterator[Tile]:
         """Yields a tile in parts, near together in the files, of bounded values and inputs."""
         box = joined.box
-        if is_opaque(self.bound.nodes()) or box.size * self.dtype.itemsize <= most_bytes // 4:
+        is_small = box.size * self.dtype.itemsize <= most_bytes // 4
+        if is_opaque(self.bound.nodes()) or (is_small and not bytes_by_rows(self.bound.nodes())):
             yield joined
             return
         distances = [self._distance(box, axis) for axis in range(len(box.start))]

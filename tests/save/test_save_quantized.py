@@ -485,3 +485,11 @@ def test_the_peak_memory_of_several_processes(tmp_path, kind):
         kind=kind,
     )
     assert max(grown) < 96 << 20
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", "nvfp4", "like"])
+def test_the_peak_memory_of_a_conversion(tmp_path, kind):
+    """Of 128 MB a few rows are in memory; also where few scales take all of them."""
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+    grown = run_alone("convert_quantized_peak.py", tmp_path, kind, environment=environment)
+    assert int(grown) < 48 << 20
