@@ -1,5 +1,6 @@
 """`Quantization.like`: folders as others write them keep their bits, and no value is lost."""
 
+import json
 import sys
 
 import ml_dtypes
@@ -234,3 +235,53 @@ def test_several_processes_see_a_weight_twice_too(tmp_path, processes):
             for end in ("", "-t"):
                 out = tmp_path / f"{kind}-{number}{end}"
                 assert (out / "model.safetensors").read_bytes() == expected, out.name
+
+
+def test_the_file_of_modelopt_stays_whole(tmp_path):
+    """vLLM asks it for its producer."""
+    tensors = {name: tensor for name, tensor in static_fp8().items() if "zero" not in name}
+    osl.save(tmp_path / "first", tensors)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "first" / "hf_quant_config.json").write_text(json.dumps(said))
+    values = decoded(tmp_path / "first")
+    for config in (None, tmp_path / "first"):
+        out = tmp_path / f"out-{config is None}"
+        osl.save(out, values, config=config, options=like(tmp_path / "first"))
+        assert json.loads((out / "hf_quant_config.json").read_text()) == said
+
+
+def test_formats_that_are_only_read(tmp_path):
+    weight = np.ones((8, 16), ml_dtypes.float8_e5m2)
+    scale = np.ones((8, 1), np.float32)
+    osl.save(tmp_path / "first", {f"{UP}.weight": weight, f"{UP}.weight_scale": scale})
+    with pytest.raises(osl.MappingError, match=r"up_proj.*cannot be written.*E4M3"):
+        osl.Quantization.like(tmp_path / "first")
+
+
+def test_groups_that_end_within_a_word(tmp_path):
+    parts = {
+        "_packed": np.zeros((8, 5), np.int32),
+        "_scale": np.ones((8, 4), np.float32),
+        "_shape": np.array([8, 40]),
+    }
+    osl.save(tmp_path / "first", {f"{UP}.weight{end}": part for end, part in parts.items()})
+    values = decoded(tmp_path / "first")
+    with pytest.raises(osl.MappingError, match=r"groups of 10 columns.*multiple of 8"):
+        osl.save(tmp_path / "out", values, options=like(tmp_path / "first"))
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "gpt_oss_mxfp4"])
+def test_what_stays_plain_is_told(tmp_path, caplog, kind):
+    """A model whose experts are fused has few weights that other formats take."""
+    experts = "model.layers.0.mlp.experts.down_proj"
+    tensors = {
+        experts: np.ones((2, 32, 32), BF16),
+        f"{experts}_bias": np.ones((2, 32), BF16),
+        f"{UP}.weight": np.ones((32, 32), BF16),
+    }
+    options = osl.WriteOptions(quantize=osl.Quantization(kind))
+    with caplog.at_level("WARNING", "absl"):
+        osl.save(tmp_path / "out", tensors, options=options)
+    said = "2 tensors of modules that are to be quantised stay as they are"
+    assert (said in caplog.text, repr(experts) in caplog.text) == (kind == "mxfp4",) * 2
+    assert (experts in osl.metadata(tmp_path / "out")) == (kind == "mxfp4")

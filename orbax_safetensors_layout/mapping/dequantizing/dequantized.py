@@ -160,8 +160,11 @@ def with_settings(content: bytes, settings: Dict[str, Any], file: str = CONFIG) 
     return json.dumps({**config, **settings}, indent=2).encode() + b"\n"
 
 
-def configured_quantization(catalog: Catalog) -> dict[str, dict[str, Any]]:
-    """Return what the files beside a checkpoint say of its quantisation, by file and key."""
+def configured_quantization(catalog: Catalog, *, whole: bool = False) -> dict[str, dict[str, Any]]:
+    """Return what the files beside a checkpoint say of its quantisation, by file and key.
+
+    `whole`: with all keys of a file that is about nothing else.
+    """
     folder = folder_of(catalog.path)
     configured: dict[str, dict[str, Any]] = {}
     for file, keys in _CONFIGS:
@@ -169,7 +172,7 @@ def configured_quantization(catalog: Catalog) -> dict[str, dict[str, Any]]:
             config = read_config(join(folder, file), storage=catalog.storage)
             settings = {key: config[key] for key in keys if config.get(key)}
             if any(isinstance(value, dict) for value in settings.values()):
-                configured[file] = settings
+                configured[file] = dict(config) if whole and file != CONFIG else settings
     return configured
 
 

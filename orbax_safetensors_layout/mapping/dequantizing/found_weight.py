@@ -61,6 +61,7 @@ class FoundWeight:
     settings: QuantizationSettings
     dtype: str  # of the result
     read: Callable[[TensorEntry], bytes]  # reads a small tensor
+    is_written: bool = False  # rather than decoded
 
     def name_of(self, part: str) -> str:
         return joined_name(self.plain, part)
@@ -106,12 +107,20 @@ class FoundWeight:
             for name, entry in self.entries.items()
             if name.startswith(self.plain.rpartition(".")[0] + ".")
         )
+        doing, hint = (
+            "decoded",
+            (
+                "Write a rule for it, with osl.opaque or osl.tensor; or give the"
+                " quantization_config that belongs to these files."
+            ),
+        )
+        if self.is_written:
+            doing, hint = "written in its format", "Choose another: osl.Quantization('fp8_block')."
         return MappingError(
             f"the weight {self.plain!r}, quantised with {self.settings.method!r}, cannot be"
-            f" decoded: {problem}",
+            f" {doing}: {problem}",
             found=listed[:400],
-            hint="Write a rule for it, with osl.opaque or osl.tensor; or give the"
-            " quantization_config that belongs to these files.",
+            hint=hint,
         )
 
 

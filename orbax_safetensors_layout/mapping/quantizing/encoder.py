@@ -312,6 +312,11 @@ class WeightLayout(NamedTuple):
                 hint=f"Leave it out: Quantization(..., ignore=[{name.removesuffix('.weight')!r}]).",
             )
         form = dataclasses.replace(self.format, block=(down, across))
+        if across < columns and across % form.per_element:
+            raise MappingError(
+                f"groups of {across} columns of {name!r} end within stored elements",
+                expected=f"groups of a multiple of {form.per_element}",
+            )
         merged = reshaped(weight, (math.prod(outer) * rows, columns))
         groups, packed = -(-columns // across), -(-columns // form.per_element)
         parts: list[tuple[Part, str, tuple[int, ...], tuple[int, ...], np.dtype[Any]]] = [

@@ -88,7 +88,7 @@ class FolderQuantization:
         self._read = functools.lru_cache(_KEPT)(self._read_from)
         with Catalog.open(path) as catalog, frozen_heap():
             entries, weights, _ = decoded_weights(catalog, np.dtype(np.float32))
-            self._configured = configured_quantization(catalog)
+            self._configured = configured_quantization(catalog, whole=True)
         if not weights:
             raise MappingError(
                 "the folder has no quantised weights", found=self.path, expected="some"
@@ -157,6 +157,7 @@ class FolderQuantization:
         self, name: str, weight: DecodedWeight, entries: Mapping[str, TensorEntry]
     ) -> _Weight:
         scheme, parts, _, stored = weight
+        parts = dataclasses.replace(parts, is_written=True)
         if scheme.layout is None:
             raise parts.error(f"{scheme.name} can be loaded, not saved")
         layout = scheme.layout(parts)

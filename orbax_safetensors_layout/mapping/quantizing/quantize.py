@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from absl import logging
 
 from orbax_safetensors_layout.catalog import compile_pattern
 from orbax_safetensors_layout.errors import InvalidArgumentError, MappingError, listed
@@ -26,6 +27,7 @@ QuantizedFormat = Literal[
 ]
 _WEIGHT = ".weight"
 _HEAD = "lm_head"
+_FUSED = "gpt_oss_mxfp4"
 _UINT8 = np.dtype(np.uint8)
 _GROUP = 128
 _BLOCK = (128, 128)
@@ -155,6 +157,21 @@ class Quantization:
             MappingError: No weight is of these modules, or one cannot be quantised.
         """
         chosen = self._chosen(weights)
+        axes = (3,) if self.format == _FUSED else (2, 3)  # biases of experts are no weights there
+        left = [
+            name
+            for name in self._named(weights)
+            if name not in chosen and len(weights[name].shape) in axes
+        ]
+        if left:
+            logging.warning(
+                "%d tensors of modules that are to be quantised stay as they are; %s has"
+                " floating-point weights %s: %s",
+                len(left),
+                self.format,
+                "[expert, in, out]" if self.format == _FUSED else "called MODULE.weight",
+                listed(map(repr, left), 3),
+            )
         result: dict[str, BoundExpr] = {}
         for name, weight in weights.items():
             if name not in chosen:
@@ -192,7 +209,7 @@ class Quantization:
                 "weight_block_size": [*_BLOCK],
                 "modules_to_not_convert": kept,
             }
-        if self.format == "gpt_oss_mxfp4":
+        if self.format == _FUSED:
             return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
         preset = _PRESETS[self.format]
         given = {**preset.weights, "symmetric": True, "dynamic": False}
@@ -235,20 +252,27 @@ class Quantization:
                 mx = Mxfp4Groups((1, _MX_GROUP), _UINT8)
                 return WeightLayout(mx, "_blocks", "_scales", is_grouped=True)
 
+    def _named(self, weights: Iterable[str]) -> list[str]:
+        """Return the tensors that are weights of modules to be quantised, by their names."""
+        patterns, left = (
+            [compile_pattern(pattern) for pattern in given] for given in (self.modules, self.ignore)
+        )
+        modules = ((name, name.removesuffix(_WEIGHT)) for name in weights)
+        return [
+            name
+            for name, module in modules
+            if any(pattern.fullmatch(module) for pattern in patterns)
+            and not any(pattern.fullmatch(module) for pattern in left)
+        ]
+
     def _chosen(self, weights: Mapping[str, BoundExpr]) -> set[str]:
-        patterns = [compile_pattern(pattern) for pattern in self.modules]
-        left = [compile_pattern(pattern) for pattern in self.ignore]
-        is_fused = self.format == "gpt_oss_mxfp4"
+        is_fused = self.format == _FUSED
         chosen = set()
-        for name, weight in weights.items():
-            module = name.removesuffix(_WEIGHT)
-            if (module == name) != is_fused or not is_floating(weight.dtype):
-                continue
-            if weight.dtype.itemsize < 2 or any(p.fullmatch(module) for p in left):
-                continue
-            if any(p.fullmatch(module) for p in patterns) and (
-                not is_fused or len(weight.shape) == 3
-            ):
+        for name in self._named(weights):
+            weight = weights[name]
+            is_wide = is_floating(weight.dtype) and weight.dtype.itemsize > 1
+            fits = len(weight.shape) == 3 if is_fused else name.endswith(_WEIGHT)
+            if is_wide and fits and name.endswith(_WEIGHT) != is_fused:
                 chosen.add(name)
         if not chosen:
             raise MappingError(
