@@ -157,7 +157,7 @@ class Quantization:
             MappingError: No weight is of these modules, or one cannot be quantised.
         """
         chosen = self._chosen(weights)
-        axes = (3,) if self.format == _FUSED else (2, 3)  # biases of experts are no weights there
+        axes = (3,) if self.format == _FUSED else (2, 3)  # two are those of biases of experts
         left = [
             name
             for name in self._named(weights)
