@@ -148,3 +148,42 @@ def test_an_output_layer_that_shares_the_embeddings_weight(tmp_path, kind):
     assert not found["unexpected_keys"]
     expected = np.asarray(leaves["model.embed_tokens.weight"]).astype(np.float32)
     np.testing.assert_array_equal(opened.lm_head.weight.detach().float().numpy(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("kind", ["fp8_channel", "int4", "mxfp4", "deepseek_fp8"])
+def test_experts_that_transformers_fuses(tmp_path, kind):
+    from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils.quantization_config import CompressedTensorsConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        torch_dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    options = osl.WriteOptions(quantize=osl.Quantization(kind))
+    leaves = osl.load(tmp_path / "plain")
+    osl.save(tmp_path / "out", leaves, config=tmp_path / "plain", options=options)
+    ours = osl.load(tmp_path / "out", mapping=osl.dequantized(tmp_path / "out"))
+    osl.save(tmp_path / "expected", ours, config=tmp_path / "plain")
+    is_fp8 = kind == "deepseek_fp8"
+    opened = Qwen3MoeForCausalLM.from_pretrained(
+        tmp_path / "out",
+        quantization_config=FineGrainedFP8Config(dequantize=True)
+        if is_fp8
+        else CompressedTensorsConfig(run_compressed=False),
+        dtype=torch.bfloat16,
+    )
+    plain = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "expected", dtype=torch.bfloat16)
+    theirs = dict(opened.named_parameters())
+    for name, expected in plain.named_parameters():
+        assert torch.equal(theirs[name].to(expected.dtype), expected), name
