@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from absl import logging
 
 from orbax_safetensors_layout.adapters import open_reader
@@ -26,6 +27,7 @@ from orbax_safetensors_layout.conversion import (
     SafetensorsReader,
     Target,
     Topology,
+    arrays_in,
     arrays_of,
     conversion_block_bytes,
     mapped_tree,
@@ -53,6 +55,7 @@ from orbax_safetensors_layout.options import (
     ReadOptions,
     WriteOptions,
     given_or_default,
+    is_floating,
     require,
 )
 from orbax_safetensors_layout.plan import tensors_to_write
@@ -61,9 +64,11 @@ from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
 from orbax_safetensors_layout.storage import LocalStorage, open_storage
 from orbax_safetensors_layout.writing import (
+    SavedTensor,
     appearance_rank,
     check_target,
     configured_files,
+    described_files,
     read_sidecar_files,
 )
 
@@ -231,6 +236,12 @@ def convert(
             )
         else:
             sidecar_files = _sidecar_files(reader, config)
+            saved = {
+                array.name: SavedTensor(array.shape, _stored(array.dtype, options.dtype))
+                for array in arrays_in(target_tree)
+            }
+            if quantize is None:
+                sidecar_files = described_files(sidecar_files, saved)
             if dequantize is not None:
                 sidecar_files = plain_configurations(sidecar_files)
             if quantize is not None:
@@ -319,6 +330,10 @@ def _mapping(
     if inverse is None:
         inverse = mapping is not None and kind == "hf" and source_kind != "hf"
     return mapping, inverse
+
+
+def _stored(dtype: np.dtype[Any], asked: np.dtype[Any] | None) -> np.dtype[Any]:
+    return dtype if asked is None or not is_floating(dtype) else asked
 
 
 def _sidecar_files(reader: CheckpointReader, config: PathLike | None) -> dict[str, bytes]:

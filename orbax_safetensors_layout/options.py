@@ -335,6 +335,10 @@ class WriteOptions(_CheckedOptions):
             `.safetensors`: `model`, or for instance Diffusers' `diffusion_pytorch_model`.
         metadata: `__metadata__` strings of every file; `format` is `"pt"` unless given.
         dtype: Writes floating-point tensors in this dtype, rounded as numpy does.
+        model: The folder of the model (or its URL: `hf://org/name`) whose `config.json`, tokenizer
+            and the like are put beside the files, so that `transformers` opens them: as they are,
+            but for the dtype, the vocabulary and the quantisation, which are those of what is
+            written. Code is left out.
         quantize: Writes the weights that an `osl.Quantization` names quantised, in layout `"hf"`
             and without a manifest; `osl.dequantized` reads them as plain ones. Only for `save`.
         memory_budget_bytes: Host bytes that a save may hold beyond its arrays. The blocking part
@@ -354,6 +358,7 @@ class WriteOptions(_CheckedOptions):
     file_stem: str = "model"
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     dtype: Any = None
+    model: PathLike | None = None
     quantize: Quantizes | None = None
     memory_budget_bytes: int | None = None
     concurrency: int | None = None
@@ -489,6 +494,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
     ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
     ("cache", "the path of a local folder", _is_local_path),
+    ("model", "the path or URL of a model's folder", lambda v: isinstance(v, str | os.PathLike)),
     ("quantize", "an osl.Quantization(...)", _is_quantization),
     ("retries", "a RetryPolicy(attempts=..., ...)", lambda v: isinstance(v, RetryPolicy)),
 )

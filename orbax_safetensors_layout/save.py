@@ -37,9 +37,11 @@ from orbax_safetensors_layout.writing import (
     CheckpointFolder,
     HostValues,
     PreparedTree,
+    SavedTensor,
     assemble_files,
     commit_when_complete,
     configured_files,
+    described_files,
     read_sidecar_files,
     write_mapped,
     write_parts,
@@ -51,7 +53,6 @@ def save(
     tree: Any,
     *,
     mapping: LeafMapping | None = None,
-    config: PathLike | None = None,
     options: WriteOptions | None = None,
     overwrite: bool = False,
 ) -> None:
@@ -71,17 +72,13 @@ def save(
             takes, and nothing else is written beside them. The tree then holds arrays only. A
             tensor has the dtype of its leaves, unless the mapping casts or `WriteOptions.dtype`
             says otherwise.
-        config: The folder of the model whose `config.json`, tokenizer and the like are put beside
-            the files, as they are but for the quantisation of a `WriteOptions(quantize=...)`,
-            which a `config.json` in the folder is given where this has none: without a
-            `config.json`, `transformers` does not open a folder.
         options: How to write.
         overwrite: Replace an existing safetensors checkpoint.
 
     Raises:
         CheckpointExistsError: The folder has a safetensors checkpoint, or another file of a name
-            in `config`, and `overwrite` is not set.
-        CheckpointNotFoundError: There is no such file in `config`.
+            in `WriteOptions.model`, and `overwrite` is not set.
+        CheckpointNotFoundError: There is no such file in `WriteOptions.model`.
         SafetensorsLayoutError: Leaves that cannot be saved; before anything is written.
         MappingError: The mapping does not invert, or does not fit; before anything is written.
         StorageError: A write failed; `path` is unchanged.
@@ -96,15 +93,8 @@ def save(
     """
     options = given_or_default(options, WriteOptions)
     with frozen_heap(), save_group(path, options) as group:
-        sidecar_files: dict[str, bytes] = {}
-        if config is not None and group.is_leader:
-            sidecar_files = read_sidecar_files(config, required=True)
         prepared = PreparedSave.of(tree, options, mapping=mapping)
-        if options.quantize is not None and prepared.mapped is not None and group.is_leader:
-            configured = functools.partial(
-                options.quantize.configured, weights=prepared.mapped.plain
-            )
-            sidecar_files = configured_files(sidecar_files, path, configured)
+        sidecar_files = prepared.sidecar_files(path) if group.is_leader else {}
         prepared.commit(path, group=group, overwrite=overwrite, sidecar_files=sidecar_files)
 
 
@@ -189,6 +179,25 @@ class PreparedSave:
         elif custom is not None:
             manifest = Manifest("hf", custom=custom)
         return cls(plan, values, manifest, options, mapped=mapped)
+
+    def sidecar_files(self, target: PathLike) -> dict[str, bytes]:
+        """Returns the side files of `WriteOptions.model`, as what is written makes them."""
+        model, quantize = self.options.model, self.options.quantize
+        files = {} if model is None else read_sidecar_files(model, required=True)
+        files = described_files(files, self._tensors())
+        if quantize is None or self.mapped is None:
+            return files
+        configured = functools.partial(quantize.configured, weights=self.mapped.plain)
+        return configured_files(files, target, configured)
+
+    def _tensors(self) -> dict[str, SavedTensor]:
+        """Return what is in the files; of quantised weights what they are decoded to."""
+        if self.mapped is not None:
+            quantizes = self.options.quantize is not None
+            exprs = self.mapped.plain if quantizes else self.mapped.expressions
+            return {name: SavedTensor(expr.shape, expr.dtype) for name, expr in exprs.items()}
+        tensors = (leaf.tensor for leaf in self.plan.leaves)
+        return {t.name: SavedTensor(t.shape, t.dtype.numpy) for t in tensors}
 
     def capture(self) -> None:
         """Copies this process's shards to the host, as far as the memory budget allows."""

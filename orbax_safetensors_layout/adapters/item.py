@@ -136,8 +136,11 @@ class ItemSave:
             with self._turn.lock, storage:
                 if self._turn.newest != self._group.number:
                     raise StorageError("a later save to this folder has begun", file=target)
+                files = self._sidecar_files
+                if self._group.is_leader:
+                    files = {**self._prepared.sidecar_files(target), **files}
                 self._prepared.write(
-                    target, group=self._group, storage=storage, sidecar_files=self._sidecar_files
+                    target, group=self._group, storage=storage, sidecar_files=files
                 )
 
 

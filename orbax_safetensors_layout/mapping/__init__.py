@@ -44,7 +44,7 @@ from .rules import Mapping, check_mapping, fingerprint
 if TYPE_CHECKING:
     from . import families
     from .dequantizing.dequantized import dequantized, plain_configurations
-    from .families.config import read_config
+    from .families.config import parse_config, read_config
     from .families.ready import TARGETS
     from .lookup import find_mapping
     from .quantizing.quantize import Quantization
@@ -54,7 +54,7 @@ __getattr__ = lazy_exports(
     {
         ".dequantizing.dequantized": "dequantized plain_configurations",
         ".families": "",
-        ".families.config": "read_config",
+        ".families.config": "parse_config read_config",
         ".families.ready": "TARGETS",
         ".lookup": "find_mapping",
         ".quantizing.quantize": "Quantization",

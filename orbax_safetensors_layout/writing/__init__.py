@@ -1,15 +1,10 @@
 """Executes write plans: host copies of shards into the parts of files, and their commit."""
 
 from .assemble_files import assemble_files, write_mapped
-from .commit import (
-    appearance_rank,
-    check_target,
-    commit_when_complete,
-    configured_files,
-    read_sidecar_files,
-)
+from .commit import appearance_rank, check_target, commit_when_complete
 from .folder import CheckpointFolder, with_digests, write_small_files
 from .host import HostValues
 from .parts import stored_bytes
 from .prepare_tree import PreparedTree
+from .side_files import SavedTensor, configured_files, described_files, read_sidecar_files
 from .write import write_parts

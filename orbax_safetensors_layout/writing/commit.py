@@ -4,40 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 
 from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     SafetensorsLayoutError,
 )
 from orbax_safetensors_layout.format import DIGESTS, INDEX_SUFFIX, MANIFEST, SUFFIX
-from orbax_safetensors_layout.options import PathLike
 from orbax_safetensors_layout.plan import PIECES_FOLDER
 from orbax_safetensors_layout.runtime import ProcessGroup
-from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
-
-_SIDECAR_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-_SIDECAR_NAMES = (  # that are asked for where a folder cannot be listed
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "hf_quant_config.json",
-)
+from orbax_safetensors_layout.storage import Storage, join, read_range
 
 
 def appearance_rank(name: str) -> int | None:
@@ -133,54 +110,3 @@ def check_target(
             file=target,
             hint="Pass overwrite=True (--overwrite) to replace them.",
         )
-
-
-def read_sidecar_files(
-    path: PathLike, *, storage: Storage | None = None, required: bool = False
-) -> dict[str, bytes]:
-    """Returns the side files of a Hugging Face folder, or that one file, by name.
-
-    They are those of the version that a `storage` has pinned, if it is given.
-    """
-    folder = os.fsdecode(path)
-    with contextlib.ExitStack() as stack:
-        if storage is None:
-            storage, folder = open_storage(path)
-            stack.enter_context(storage)
-        if storage.is_file(folder):
-            files = {os.path.basename(folder): folder}
-        else:
-            names = {*storage.list(folder)}
-            if not storage.lists:
-                names |= storage.existing(folder, _SIDECAR_NAMES)
-            files = {name: join(folder, name) for name in sorted(names)}
-        data = {
-            name: read_range(storage, file, 0, storage.size(file))
-            for name, file in files.items()
-            if name.endswith(_SIDECAR_SUFFIXES)
-            and appearance_rank(name) is None
-            and not name.startswith(".")
-        }
-    if required and not data:
-        raise CheckpointNotFoundError(
-            "no config.json, tokenizer or similar file is there",
-            file=path,
-            expected="a folder with such files, or one of them",
-        )
-    return data
-
-
-def configured_files(
-    files: Mapping[str, bytes],
-    target: PathLike,
-    configured: Callable[[Mapping[str, bytes]], dict[str, bytes]],
-) -> dict[str, bytes]:
-    """Returns the side files of a save as `configured` returns them.
-
-    Files that are in the target already and stay there are among them where it changes these.
-    """
-    present = read_sidecar_files(target)
-    changed = configured({**present, **files})
-    return {
-        name: data for name, data in changed.items() if name in files or data != present.get(name)
-    }

@@ -1,5 +1,6 @@
 """Weights saved quantised, against compressed-tensors' own scales, and opened by transformers."""
 
+import dataclasses
 import json
 
 import jax
@@ -19,6 +20,10 @@ SCHEMES = {
     "mxfp4": ("MXFP4A16", "mxfp4-pack-quantized"),
     "nvfp4": ("NVFP4A16", "nvfp4-pack-quantized"),
 }
+
+
+def with_model(options, folder):
+    return dataclasses.replace(options, model=folder)
 
 
 def saved(folder, kind, weight):
@@ -104,7 +109,7 @@ def test_transformers_opens_it_with_equal_values(tmp_path, kind):
     tiny_llama(tmp_path / "plain")
     leaves = osl.load(tmp_path / "plain")
     options = osl.WriteOptions(quantize=osl.Quantization(kind))
-    osl.save(tmp_path / "out", leaves, config=tmp_path / "plain", options=options)
+    osl.save(tmp_path / "out", leaves, options=with_model(options, tmp_path / "plain"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     given = dict(config["quantization_config"])
     if kind == "deepseek_fp8":
@@ -140,7 +145,7 @@ def test_an_output_layer_that_shares_the_embeddings_weight(tmp_path, kind):
     leaves = osl.load(tmp_path / "plain")
     assert "lm_head.weight" not in leaves
     options = osl.WriteOptions(quantize=osl.Quantization(kind))
-    osl.save(tmp_path / "out", leaves, config=tmp_path / "plain", options=options)
+    osl.save(tmp_path / "out", leaves, options=with_model(options, tmp_path / "plain"))
     opened, found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
     )

@@ -1,5 +1,6 @@
 """`WriteOptions(quantize=...)`: each format against numpy, and what folders then say of it."""
 
+import dataclasses
 import json
 
 import jax
@@ -40,8 +41,12 @@ NAMES = {
 }
 
 
-def quantized(kind, **kwargs):
-    return osl.WriteOptions(quantize=osl.Quantization(kind, **kwargs))
+def with_model(options, folder):
+    return dataclasses.replace(options, model=folder)
+
+
+def quantized(kind, model=None, **kwargs):
+    return osl.WriteOptions(quantize=osl.Quantization(kind, **kwargs), model=model)
 
 
 def model(rows=256, columns=384, dtype=BF16, seed=0):
@@ -149,11 +154,11 @@ def test_what_has_not_changed_keeps_its_bits(tmp_path, kind, dtype):
         tensors["model.layers.0.mlp.experts.down_proj"] = experts
     # As others quantise: scales that are not those of the largest values.
     name = next(n for n in tensors if "_proj" in n and (kind != "gpt_oss_mxfp4" or "experts" in n))
-    osl.save(tmp_path / "first", tensors, config=configured(tmp_path), options=quantized(kind))
+    osl.save(tmp_path / "first", tensors, options=quantized(kind, configured(tmp_path)))
     halve_values(tmp_path / "first" / "model.safetensors")
     loaded = osl.load(tmp_path / "first", mapping=osl.dequantized(tmp_path / "first", dtype=dtype))
     like = osl.WriteOptions(quantize=osl.Quantization.like(tmp_path / "first"))
-    osl.save(tmp_path / "again", loaded, config=tmp_path / "first", options=like)
+    osl.save(tmp_path / "again", loaded, options=with_model(like, tmp_path / "first"))
     assert content(tmp_path / "again") == content(tmp_path / "first")
     changed = dict(loaded)
     changed[name] = np.array(loaded[name])
@@ -195,7 +200,7 @@ def halve_values(path):
 
 def test_the_configuration_says_it(tmp_path):
     source = configured(tmp_path)
-    osl.save(tmp_path / "out", model(), config=source, options=quantized("fp8_block"))
+    osl.save(tmp_path / "out", model(), options=quantized("fp8_block", source))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     said = config.pop("quantization_config")
     assert config == {"model_type": "llama", "hidden_size": 64}
@@ -205,7 +210,7 @@ def test_the_configuration_says_it(tmp_path):
     assert (weights["strategy"], weights["block_structure"]) == ("block", [128, 128])
     assert (tmp_path / "out" / "tokenizer.json").exists()
     # Another format replaces what it says.
-    osl.save(tmp_path / "next", model(), config=tmp_path / "out", options=quantized("deepseek_fp8"))
+    osl.save(tmp_path / "next", model(), options=quantized("deepseek_fp8", tmp_path / "out"))
     config = json.loads((tmp_path / "next" / "config.json").read_text())
     assert config["quantization_config"] == {
         "quant_method": "fp8",
@@ -350,14 +355,16 @@ def test_arguments_are_checked(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_a_configuration_that_is_malformed(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    osl.save(tmp_path / "first", model(), config=configured(tmp_path), options=quantized("mxfp4"))
+    osl.save(tmp_path / "first", model(), options=quantized("mxfp4", configured(tmp_path)))
     for how in (osl.Quantization("mxfp4"), osl.Quantization.like(tmp_path / "first")):
         options = osl.WriteOptions(quantize=how)
         if text == "{}":
-            osl.save(tmp_path / "out", model(), config=tmp_path, options=options, overwrite=True)
+            osl.save(
+                tmp_path / "out", model(), options=with_model(options, tmp_path), overwrite=True
+            )
             continue
-        with pytest.raises(osl.FormatError, match=r"record the quantisation.*config\.json"):
-            osl.save(tmp_path / "out", model(), config=tmp_path, options=options)
+        with pytest.raises(osl.FormatError, match=r"configuration.*config\.json"):
+            osl.save(tmp_path / "out", model(), options=with_model(options, tmp_path))
         assert not (tmp_path / "out").exists()
 
 
@@ -414,8 +421,8 @@ def test_steps_are_never_quantised(tmp_path):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_conversions_write_what_saves_do(tmp_path, kind):
     tensors = model(rows=640)
-    osl.save(tmp_path / "expected", tensors, config=configured(tmp_path), options=quantized(kind))
-    osl.save(tmp_path / "plain", tensors, config=configured(tmp_path))
+    osl.save(tmp_path / "expected", tensors, options=quantized(kind, configured(tmp_path)))
+    osl.save(tmp_path / "plain", tensors, options=osl.WriteOptions(model=configured(tmp_path)))
     options = osl.ConvertOptions(memory_budget_bytes=2 << 20)
     how = {"quantize": osl.Quantization(kind), "options": options}
     osl.convert(tmp_path / "plain", tmp_path / "out", format="hf", **how)
@@ -447,7 +454,7 @@ def test_conversions_write_what_saves_do(tmp_path, kind):
 
 def test_a_conversion_of_a_quantised_folder_to_another_format(tmp_path):
     tensors = model()
-    osl.save(tmp_path / "fp8", tensors, config=configured(tmp_path), options=quantized("fp8_block"))
+    osl.save(tmp_path / "fp8", tensors, options=quantized("fp8_block", configured(tmp_path)))
     osl.convert(
         tmp_path / "fp8",
         tmp_path / "int4",

@@ -1,4 +1,4 @@
-"""`save(config=)` and `consolidate` put a model's configuration and tokenizer beside its files."""
+"""A model's configuration and tokenizer come along in saves and consolidations."""
 
 import json
 import os
@@ -39,13 +39,13 @@ def beside(folder):
 
 
 def test_a_save_takes_the_files_of_a_model_along(tmp_path, model):
-    osl.save(tmp_path / "out", TENSORS, config=model)
+    osl.save(tmp_path / "out", TENSORS, options=osl.WriteOptions(model=model))
     assert beside(tmp_path / "out") == FILES
     assert osl.load(tmp_path / "out")["w"].tolist() == TENSORS["w"].tolist()
     osl.save(tmp_path / "bare", TENSORS)
     assert beside(tmp_path / "bare") == {}
     with pytest.raises(osl.CheckpointNotFoundError, match="tokenizer or similar file"):
-        osl.save(tmp_path / "none", TENSORS, config=tmp_path / "nowhere")
+        osl.save(tmp_path / "none", TENSORS, options=osl.WriteOptions(model=tmp_path / "nowhere"))
     assert not (tmp_path / "none").exists()
 
 
@@ -55,24 +55,26 @@ def test_files_of_another_model_are_replaced_only_when_asked(tmp_path, model):
     (target / "config.json").write_text("mine")
     (target / "notes.txt").write_text("kept")
     with pytest.raises(osl.CheckpointExistsError, match=r"\['config.json'\]"):
-        osl.save(target, TENSORS, config=model)
+        osl.save(target, TENSORS, options=osl.WriteOptions(model=model))
     assert beside(target) == {"config.json": b"mine", "notes.txt": b"kept"}
-    osl.save(target, TENSORS, config=model, overwrite=True)
+    osl.save(target, TENSORS, options=osl.WriteOptions(model=model), overwrite=True)
     assert beside(target) == {**FILES, "notes.txt": b"kept"}
-    osl.save(target, TENSORS, config=model, overwrite=True)  # over the same files
+    osl.save(
+        target, TENSORS, options=osl.WriteOptions(model=model), overwrite=True
+    )  # over the same files
     assert beside(target) == {**FILES, "notes.txt": b"kept"}
 
 
 def test_consolidation_takes_along_what_stands_beside_the_pieces(tmp_path, model):
     pieces = tmp_path / "pieces"
-    osl.save(pieces, TENSORS, config=model, options=osl.WriteOptions(layout="sharded"))
+    osl.save(pieces, TENSORS, options=osl.WriteOptions(layout="sharded", model=model))
     osl.consolidate(pieces, tmp_path / "whole")
     assert beside(tmp_path / "whole") == FILES
     osl.consolidate(pieces)
     assert beside(pieces) == FILES
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "gemma"}))
-    osl.save(tmp_path / "again", TENSORS, config=model, options=osl.WriteOptions(layout="sharded"))
+    osl.save(tmp_path / "again", TENSORS, options=osl.WriteOptions(layout="sharded", model=model))
     with pytest.raises(osl.CheckpointExistsError, match=r"config\.json"):
         osl.consolidate(tmp_path / "again", tmp_path / "other")
     assert beside(tmp_path / "other") == {"config.json": b'{"model_type": "gemma"}'}
@@ -119,8 +121,13 @@ def test_consolidation_of_what_is_whole_already_changes_nothing(tmp_path):
 @pytest.mark.parametrize("kind", backends.REMOTE)
 def test_in_a_bucket_too(tmp_path, model, kind):
     with backends.running(kind) as server, backends.place(server, tmp_path / "unused") as place:
-        osl.save(place.url, TENSORS, config=model)
-        osl.save(place.url, {"w": TENSORS["w"] + 1}, config=model, overwrite=True)
+        osl.save(place.url, TENSORS, options=osl.WriteOptions(model=model))
+        osl.save(
+            place.url,
+            {"w": TENSORS["w"] + 1},
+            options=osl.WriteOptions(model=model),
+            overwrite=True,
+        )
         assert osl.load(place.url)["w"].tolist() == (TENSORS["w"] + 1).tolist()
         assert set(place.names()) == {"model.safetensors", MANIFEST, *FILES}
         assert {name: place.get(name) for name in FILES} == FILES

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, MappingError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.options import is_floating
 from orbax_safetensors_layout.runtime import frozen_heap
@@ -23,7 +23,7 @@ from orbax_safetensors_layout.storage import join, read_range
 
 from ..expr.expression import Expr, tensor
 from ..expr.values import as_dtype
-from ..families.config import folder_of, read_config
+from ..families.config import folder_of, parse_config, read_config
 from ..matching import Rule, rule
 from ..names import NameTree
 from ..rules import Mapping
@@ -149,15 +149,7 @@ def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
 
 def with_settings(content: bytes, settings: Dict[str, Any], file: str = CONFIG) -> bytes:
     """Return a configuration, which is a JSON object, with these members."""
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"cannot record the quantisation in it: {error}", file=file) from error
-    if not isinstance(config, dict):
-        raise FormatError(
-            "cannot record the quantisation in it", file=file, expected="a JSON object"
-        )
-    return json.dumps({**config, **settings}, indent=2).encode() + b"\n"
+    return json.dumps({**parse_config(content, file), **settings}, indent=2).encode() + b"\n"
 
 
 def configured_quantization(catalog: Catalog, *, whole: bool = False) -> dict[str, dict[str, Any]]:

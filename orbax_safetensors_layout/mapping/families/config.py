@@ -31,7 +31,13 @@ def read_config(path: str | os.PathLike[str], *, storage: Storage | None = None)
             return read_config(path, storage=opened)
     text = os.fspath(path)
     file = text if text.endswith(".json") else join(folder_of(text), CONFIG_FILE)
-    data = read_file(storage, file, "a configuration", most_bytes=_MAX_FILE_BYTES)
+    return parse_config(
+        read_file(storage, file, "a configuration", most_bytes=_MAX_FILE_BYTES), file
+    )
+
+
+def parse_config(data: bytes, file: str) -> dict[str, Any]:
+    """Return the JSON object that a file holds."""
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:

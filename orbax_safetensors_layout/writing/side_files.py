@@ -1,0 +1,131 @@
+"""The files of a model beside its tensors: configuration, tokenizer and the like; never code."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orbax_safetensors_layout.errors import CheckpointNotFoundError
+from orbax_safetensors_layout.mapping import parse_config
+from orbax_safetensors_layout.options import PathLike, is_floating
+from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
+
+from .commit import appearance_rank
+
+_CONFIG = "config.json"
+_EMBEDDING = "embed_tokens.weight"
+_SIDECAR_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+_SIDECAR_NAMES = (  # that are asked for where a folder cannot be listed
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "hf_quant_config.json",
+)
+
+
+class SavedTensor(NamedTuple):
+    """The shape of a tensor in the files, and the dtype of its values."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def read_sidecar_files(
+    path: PathLike, *, storage: Storage | None = None, required: bool = False
+) -> dict[str, bytes]:
+    """Returns the side files of a Hugging Face folder, or that one file, by name.
+
+    They are those of the version that a `storage` has pinned, if it is given.
+    """
+    folder = os.fsdecode(path)
+    with contextlib.ExitStack() as stack:
+        if storage is None:
+            storage, folder = open_storage(path)
+            stack.enter_context(storage)
+        if storage.is_file(folder):
+            files = {os.path.basename(folder): folder}
+        else:
+            names = {*storage.list(folder)}
+            if not storage.lists:
+                names |= storage.existing(folder, _SIDECAR_NAMES)
+            files = {name: join(folder, name) for name in sorted(names)}
+        data = {
+            name: read_range(storage, file, 0, storage.size(file))
+            for name, file in files.items()
+            if name.endswith(_SIDECAR_SUFFIXES)
+            and appearance_rank(name) is None
+            and not name.startswith(".")
+        }
+    if required and not data:
+        raise CheckpointNotFoundError(
+            "no config.json, tokenizer or similar file is there",
+            file=path,
+            expected="a folder with such files, or one of them",
+        )
+    return data
+
+
+def configured_files(
+    files: Mapping[str, bytes],
+    target: PathLike,
+    configured: Callable[[Mapping[str, bytes]], dict[str, bytes]],
+) -> dict[str, bytes]:
+    """Returns the side files of a save as `configured` returns them.
+
+    Files that are in the target already and stay there are among them where it changes these.
+    """
+    present = read_sidecar_files(target)
+    changed = configured({**present, **files})
+    return {
+        name: data for name, data in changed.items() if name in files or data != present.get(name)
+    }
+
+
+def described_files(
+    files: Mapping[str, bytes], tensors: Mapping[str, SavedTensor]
+) -> dict[str, bytes]:
+    """Returns side files whose `config.json` says dtype and vocabulary of the tensors beside it.
+
+    Only what it says already is changed: `dtype` (before transformers 5 `torch_dtype`) to that of
+    most bytes of floating-point matrices, `vocab_size` to the rows of `embed_tokens.weight`.
+    """
+    if _CONFIG not in files:
+        return dict(files)
+    config = parse_config(files[_CONFIG], _CONFIG)
+    nbytes: collections.Counter[str] = collections.Counter()
+    for shape, dtype in tensors.values():
+        if len(shape) > 1 and is_floating(dtype):
+            nbytes[dtype.name] += int(np.prod(shape)) * dtype.itemsize
+    said: dict[str, object] = {}
+    if nbytes:
+        said = dict.fromkeys(("dtype", "torch_dtype"), nbytes.most_common(1)[0][0])
+    rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)]
+    if len(rows) == 1:
+        said["vocab_size"] = rows[0]
+    is_changed = False
+    inner = config.get("text_config")
+    for section in (config, inner if isinstance(inner, dict) else {}):
+        for key in said:
+            if section.get(key) not in (None, said[key]):
+                section[key], is_changed = said[key], True
+    if not is_changed:
+        return dict(files)
+    return {**files, _CONFIG: json.dumps(config, indent=2).encode() + b"\n"}

@@ -1,0 +1,189 @@
+"""Exports open in transformers without a touch: weights, configuration and tokenizer."""
+
+import json
+import os
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+from family_models import make
+from programs import run_processes
+
+import orbax_safetensors_layout as osl
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
+
+WORDS = ["<pad>", "<eos>", "<bos>", "<unk>", "the", "cat", "sat", "on", "mat"]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+MODELS = {
+    "dense": ("qwen3", "", {}),
+    "dense in float32": ("qwen3", "", {}),
+    "experts": ("mixtral", "", {}),
+    "quantised": ("llama", "int4", {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}),
+}
+
+
+def save_tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({w: n for n, w in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder of each, as `save_pretrained` leaves it, with code and notes beside."""
+    saved = {}
+    for name, _, more in MODELS.values():
+        if name not in saved:
+            folder = tmp_path_factory.mktemp(name)
+            saved[name] = make(name, folder, **more)
+            save_tokenizer(folder)
+            (folder / "modeling_own.py").write_text("raise SystemExit")
+    return saved
+
+
+def side_files(folder):
+    weights = ("model", "orbax_safetensors_layout")
+    return {name for name in os.listdir(folder) if not name.startswith(weights)}
+
+
+def check(folder, source, *, dtype=None, plain=None):
+    """The folder opens as a user would open it; tokens and logits are those of the source."""
+    assert side_files(folder) == side_files(source.folder) - {"modeling_own.py"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    if dtype is not None:
+        assert model.dtype == dtype
+    encoded = tokenizer("the cat sat on the mat", return_tensors="pt").input_ids
+    assert encoded.tolist() == [[4, 5, 6, 7, 4, 8]]
+    assert tokenizer.chat_template == TEMPLATE
+    expected = transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=model.dtype)
+    if plain is not None:
+        assert expected.load_state_dict(plain)
+    with torch.no_grad():
+        theirs, ours = expected.eval()(encoded).logits, model(encoded).logits
+    assert torch.equal(theirs, ours)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("case", MODELS)
+def test_exports_open_in_transformers(models, tmp_path, case, processes):
+    name, quantize, _ = MODELS[case]
+    source, target = models[name], tmp_path / "out"
+    wide = case == "dense in float32"
+    run_processes(
+        "export_model.py",
+        processes=processes,
+        devices=2,
+        path=str(source.folder),
+        target=str(target),
+        quantize=quantize,
+        dtype="float32" if wide else None,
+    )
+    config = json.loads((target / "config.json").read_text())
+    assert config["dtype"] == ("float32" if wide else "bfloat16")
+    plain = None
+    if quantize:
+        assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+        decoded = osl.load(target, mapping=osl.dequantized(target)).items()
+        plain = {n: torch.from_numpy(np.asarray(a, np.float32)).bfloat16() for n, a in decoded}
+    check(target, source, dtype=torch.float32 if wide else torch.bfloat16, plain=plain)
+
+
+def trained(params, step):
+    return jax.tree.map(lambda leaf: leaf * (1 + 2.0**-step), params)
+
+
+def weights_of(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return model.model.layers[1].mlp.down_proj.weight.detach().float().numpy()
+
+
+def down(params):
+    kernel = params["layers.mlp.down_proj.kernel"][1]
+    return np.asarray(kernel, np.float32).T
+
+
+def test_every_second_step_of_a_checkpoint_manager_is_exported(models, tmp_path):
+    source = models["qwen3"]
+    mapping = osl.families.mapping(source.folder)
+    params = jax.tree.map(jax.numpy.asarray, osl.load(source.folder, mapping=mapping))
+    export = osl.SafetensorsCheckpointHandler(
+        mapping=mapping, write=osl.WriteOptions(model=source.folder)
+    )
+    handlers = {"state": osl.SafetensorsCheckpointHandler(), "hf": export}
+    with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+        for step in range(1, 5):
+            state = {"params": trained(params, step), "step": step}
+            items = {"state": osl.SafetensorsSave(state)}
+            if step % 2 == 0:
+                items["hf"] = osl.SafetensorsSave(state["params"])
+            manager.save(step, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+        assert manager.latest_step() == 4
+        latest = manager.restore(4, args=ocp.args.Composite(state=osl.SafetensorsRestore()))
+    assert latest["state"]["step"] == 4
+    for step in range(1, 5):
+        assert (tmp_path / str(step) / "hf").exists() == (step % 2 == 0)
+    for step in (2, 4):
+        folder = tmp_path / str(step) / "hf"
+        assert side_files(source.folder) - {"modeling_own.py"} <= side_files(folder)
+        np.testing.assert_array_equal(weights_of(folder), down(trained(params, step)))
+        transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_exports_beside_a_state_of_orbax_in_v1(models, tmp_path):
+    source = models["qwen3"]
+    mapping = osl.families.mapping(source.folder)
+    params = jax.tree.map(jax.numpy.asarray, osl.load(source.folder, mapping=mapping))
+    write = osl.WriteOptions(model=source.folder)
+    with ocp_v1.training.Checkpointer(tmp_path, context=osl.context("hf")) as training:
+        for step in range(1, 4):
+            items = {"state": {"params": trained(params, step)}}
+            with osl.using(mapping=mapping, write=write):
+                if step == 2:
+                    items["hf"] = items["state"]["params"]
+                saving = training.save_checkpointables_async(step, items)
+            assert saving.result()
+    folder = tmp_path / "2" / "hf"
+    assert not (tmp_path / "3" / "hf").exists()
+    assert not list((tmp_path / "2" / "state").glob("*.safetensors"))
+    np.testing.assert_array_equal(weights_of(folder), down(trained(params, 2)))
+    assert transformers.AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
+
+
+def test_a_configuration_says_the_rows_that_were_written(models, tmp_path):
+    source = models["qwen3"]
+    for rows in (64, 96, 128):
+        mapping = osl.families.mapping(source.folder, vocab_size=rows)
+        params = osl.load(source.folder, mapping=mapping)
+        options = osl.WriteOptions(model=source.folder)
+        osl.save(tmp_path / str(rows), params, mapping=mapping, options=options)
+        config = json.loads((tmp_path / str(rows) / "config.json").read_text())
+        written = osl.metadata(tmp_path / str(rows))["model.embed_tokens.weight"].shape[0]
+        assert config["vocab_size"] == written == min(rows, 96)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(rows))
+        assert model.get_input_embeddings().weight.shape[0] == written
+    unchanged = (source.folder / "config.json").read_bytes()
+    assert (tmp_path / "96" / "config.json").read_bytes() == unchanged
+
+
+def test_conversions_say_the_dtype_that_they_write(models, tmp_path):
+    source = models["qwen3"].folder
+    options = osl.ConvertOptions(dtype="float32")
+    osl.convert(source, tmp_path / "out", format="hf", options=options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.float32
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
