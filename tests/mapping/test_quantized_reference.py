@@ -177,9 +177,9 @@ def test_experts_that_transformers_fuses(tmp_path, kind):
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
     options = osl.WriteOptions(quantize=osl.Quantization(kind))
     leaves = osl.load(tmp_path / "plain")
-    osl.save(tmp_path / "out", leaves, config=tmp_path / "plain", options=options)
+    osl.save(tmp_path / "out", leaves, options=with_model(options, tmp_path / "plain"))
     ours = osl.load(tmp_path / "out", mapping=osl.dequantized(tmp_path / "out"))
-    osl.save(tmp_path / "expected", ours, config=tmp_path / "plain")
+    osl.save(tmp_path / "expected", ours, options=osl.WriteOptions(model=tmp_path / "plain"))
     is_fp8 = kind == "deepseek_fp8"
     opened = Qwen3MoeForCausalLM.from_pretrained(
         tmp_path / "out",

@@ -26,8 +26,8 @@ def decoded(folder, dtype="float32"):
     return {name: np.asarray(leaf) for name, leaf in loaded.items()}
 
 
-def like(folder):
-    return osl.WriteOptions(quantize=osl.Quantization.like(folder))
+def like(folder, model=None):
+    return osl.WriteOptions(quantize=osl.Quantization.like(folder), model=model)
 
 
 def assert_same_bits(tmp_path, tensors, dtype="bfloat16"):
@@ -246,7 +246,7 @@ def test_the_file_of_modelopt_stays_whole(tmp_path):
     values = decoded(tmp_path / "first")
     for config in (None, tmp_path / "first"):
         out = tmp_path / f"out-{config is None}"
-        osl.save(out, values, config=config, options=like(tmp_path / "first"))
+        osl.save(out, values, options=like(tmp_path / "first", config))
         assert json.loads((out / "hf_quant_config.json").read_text()) == said
 
 
