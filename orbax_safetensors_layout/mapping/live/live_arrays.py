@@ -31,7 +31,8 @@ from ..affine.bound import BoundExpr, Valued
 from ..expr.values import Cast
 from ..names import TensorSpec, TensorSpecs
 from ..problems import Problem, mapping_error
-from .traced import Raised, TracedValues, refusal
+from .exact_values import to_bits
+from .traced import Raised, TracedValues, refusal, reordered_first
 
 _MAPPINGS, _PROGRAMS = 32, 1024  # whose plans, and which, are kept
 
@@ -61,9 +62,13 @@ class _ArrayGroup:
     programs: dict[Hashable, _Program] = dataclasses.field(default_factory=dict)
 
     def program(
-        self, outputs: tuple[_PlacedResult, ...], moves: bool, donated: tuple[int, ...]
+        self,
+        outputs: tuple[_PlacedResult, ...],
+        moves: bool,
+        donated: tuple[int, ...],
+        in_steps: bool,
     ) -> _Program:
-        key = outputs, moves, donated
+        key = outputs, moves, donated, in_steps
         if key not in self.programs:
             self.programs[key] = _program(self.expressions, *key)
         return self.programs[key]
@@ -73,28 +78,46 @@ class _Program:
     """The compiled computation of some expressions; its checks are those of the last trace."""
 
     def __init__(
-        self, expressions: tuple[BoundExpr, ...], outputs: tuple[_PlacedResult, ...], moves: bool
+        self,
+        expressions: tuple[BoundExpr, ...],
+        outputs: tuple[_PlacedResult, ...],
+        moves: bool,
+        donated: tuple[int, ...],
+        in_steps: bool,
     ) -> None:
-        self._expressions = expressions
         self._outputs = outputs
         self._moves = moves
         self.errors: list[tuple[int, Raised]] = []
-        self.call: Callable[..., tuple[list[jax.Array], jax.Array | None]]
+        self._expressions, first = reordered_first(expressions) if in_steps else (expressions, {})
+        self._first = tuple(first)
+        self._reorder = jax.jit(self._reordered)
+        placements = [None if moves else _without_types(placement) for _, placement in outputs]
+        self._compute = jax.jit(self._rest, out_shardings=(placements, None), donate_argnums=(0, 2))
+        self._donated = donated
 
-    def compute(self, *arrays: jax.Array) -> tuple[list[jax.Array], jax.Array | None]:
-        traced = TracedValues({str(number): array for number, array in enumerate(arrays)})
+    def _reordered(self, arrays: Dict[str, jax.Array]) -> dict[str, jax.Array]:
+        traced = TracedValues(arrays)
+        return {f"_{n}": traced.moved(expr) for n, expr in enumerate(self._first)}
+
+    def _rest(
+        self, donated: Dict[str, jax.Array], kept: Dict[str, jax.Array], first: Dict[str, jax.Array]
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """Return the results, and for each check of values whether it holds."""
+        traced = TracedValues({**donated, **kept, **first})
         results = [traced.result(n, self._expressions[n]) for n, _ in self._outputs]
         self.errors = [(check.result, check.error) for check in traced.value_checks]
-        return results, jnp.stack(
-            [c.holds for c in traced.value_checks]
-        ) if traced.value_checks else None
+        holds = [check.holds for check in traced.value_checks]
+        return results, jnp.stack(holds) if holds else None
 
     def run(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            results, holds = self.call(*map(_automatic, arrays))
-        given: Any = [array.sharding for array in arrays if _automatic(array) is not array]
-        meshes = [sharding.mesh for sharding in given]
+            given = {str(number): _automatic(array) for number, array in enumerate(arrays)}
+            first = self._reorder(_all_bits(given)) if self._first else {}
+            donated = {str(number): given.pop(str(number)) for number in self._donated}
+            results, holds = self._compute(donated, given, first)
+        shardings: Any = [array.sharding for array in arrays if _automatic(array) is not array]
+        meshes = [sharding.mesh for sharding in shardings]
         return [
             self._placed(value, placement, meshes)
             for value, (_, placement) in zip(results, self._outputs, strict=True)
@@ -110,6 +133,11 @@ class _Program:
         if isinstance(placement, NamedSharding) and _without_types(placement) is not placement:
             return _rewrapped(value, placement)
         return value
+
+
+@jax.jit
+def _all_bits(arrays: Dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: to_bits(array) for name, array in arrays.items()}
 
 
 def _automatic(array: jax.Array) -> jax.Array:
@@ -136,19 +164,7 @@ def _rewrapped(array: jax.Array, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
-@functools.lru_cache(_PROGRAMS)
-def _program(
-    expressions: tuple[BoundExpr, ...],
-    outputs: tuple[_PlacedResult, ...],
-    moves: bool,
-    donated: tuple[int, ...],
-) -> _Program:
-    program = _Program(expressions, outputs, moves)
-    placements = [None if moves else _without_types(placement) for _, placement in outputs]
-    program.call = jax.jit(
-        program.compute, out_shardings=(placements, None), donate_argnums=donated
-    )
-    return program
+_program = functools.lru_cache(_PROGRAMS)(_Program)
 
 
 def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
@@ -317,7 +333,8 @@ def _all_values(
             results: list[Any] = [_abstract(group.expressions[n], place) for n, place in outputs]
         else:
             donated = tuple(n for n, a in enumerate(given) if donate and uses[id(a)] == 1)
-            program = group.program(outputs, _moves(given, outputs), donated)
+            in_steps = _on_cpu(given)
+            program = group.program(outputs, _moves(given, outputs), donated, in_steps)
             results, holds = program.run(given)
             if holds is not None:
                 value_checks.append((group, program, holds))
@@ -332,6 +349,14 @@ def _all_values(
 
 def _abstract(expr: BoundExpr, placement: Placement | None) -> Any:
     return abstract_array(expr.shape, expr.dtype, sharding=placement)
+
+
+def _on_cpu(given: Sequence[jax.Array]) -> bool:
+    """Whether arrays are on CPU devices, and not traced."""
+    if not given or isinstance(given[0], jax.core.Tracer):
+        return False
+    device: Any = next(iter(given[0].sharding.device_set))
+    return bool(device.platform == "cpu")
 
 
 def _moves(given: Sequence[jax.Array], outputs: Iterable[_PlacedResult]) -> bool:

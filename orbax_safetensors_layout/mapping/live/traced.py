@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
 )
 
-from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
+from ..affine.bound import BoundExpr, Constant, Unary, Valued, WholeTensor
 from ..affine.index_nodes import (
     Broadcast,
     Concatenated,
@@ -44,6 +45,7 @@ from .exact_values import (
     widened,
 )
 
+_MOVES = (WholeTensor, Permuted, Reshaped, Sliced, Taken, Broadcast)
 _FEW_RUNS = 16  # are joined; more indices are gathered
 
 Raised = Callable[[str], SafetensorsLayoutError]
@@ -81,6 +83,38 @@ def refusal(node: BoundExpr) -> str | None:
     return None
 
 
+def reordered_first(
+    expressions: Sequence[BoundExpr],
+) -> tuple[tuple[BoundExpr, ...], dict[BoundExpr, str]]:
+    """Take out what transposes one array beneath other operations; it is named.
+
+    On CPUs XLA would compute both in one loop, in the order of the result: several times slower
+    than one after the other.
+    """
+    names: dict[BoundExpr, str] = {}
+
+    def replaced(node: BoundExpr) -> BoundExpr:
+        if _reorders(node):
+            return WholeTensor(node.shape, node.dtype, names.setdefault(node, f"_{len(names)}"))
+        return with_operands(node)
+
+    def with_operands(node: BoundExpr) -> BoundExpr:
+        if isinstance(node, Unary):
+            return dataclasses.replace(node, operand=replaced(node.operand))
+        if isinstance(node, Decoded | Stacked | Concatenated):
+            return dataclasses.replace(node, operands=tuple(map(replaced, node.operands)))
+        return node
+
+    rest = [expr if _reorders(expr) else with_operands(expr) for expr in expressions]
+    return tuple(rest), names
+
+
+def _reorders(node: BoundExpr) -> bool:
+    """Whether a node only moves elements of one array, among them to another order of axes."""
+    nodes = [*node.nodes()]
+    return all(isinstance(n, _MOVES) for n in nodes) and any(isinstance(n, Permuted) for n in nodes)
+
+
 class TracedValues:
     """The values of expressions over arrays, each computed once, and what they have to be."""
 
@@ -93,13 +127,15 @@ class TracedValues:
     def result(self, number: int, node: BoundExpr) -> jax.Array:
         """Return the values of an expression; its `number` is that of its checks."""
         self._result = number
-        return self._arrays[node.name] if isinstance(node, WholeTensor) else self._values_of(node)
+        if isinstance(node, WholeTensor) and self._arrays[node.name].dtype == node.dtype:
+            return self._arrays[node.name]
+        return self._values_of(node)
 
     def _values_of(self, node: BoundExpr) -> jax.Array:
-        return of_bits(self._of(node), node.dtype)
+        return of_bits(self.moved(node), node.dtype)
 
-    def _of(self, node: BoundExpr) -> jax.Array:
-        """Return what is moved of a node: its values, or their bits."""
+    def moved(self, node: BoundExpr) -> jax.Array:
+        """Return what is moved of a node: its values, or their bits, which may be given as such."""
         if id(node) not in self._moved:
             self._moved[id(node)] = self._value_of(node)
         return self._moved[id(node)]
@@ -115,23 +151,12 @@ class TracedValues:
                 return to_bits(self._valued(node.op, self._values_of(node.operand)))
             case Decoded():
                 return self._decoded(node)
-            case Permuted():
-                return jnp.transpose(self._of(node.operand), node.axes)
-            case Reshaped():
-                return jnp.reshape(self._of(node.operand), node.shape)
-            case Sliced():
-                count = node.shape[node.axis]
-                return _strided(self._of(node.operand), node.axis, node.start, count, node.step)
-            case Taken():
-                return _taken(self._of(node.operand), node)
-            case Broadcast():
-                return jnp.broadcast_to(
-                    jnp.expand_dims(self._of(node.operand), node.axis), node.shape
-                )
             case Stacked():
-                return jnp.stack([self._of(operand) for operand in node.operands], node.axis)
+                return jnp.stack([self.moved(operand) for operand in node.operands], node.axis)
             case Concatenated():
-                return jnp.concatenate([self._of(part) for part in node.operands], node.axis)
+                return jnp.concatenate([self.moved(part) for part in node.operands], node.axis)
+            case Unary():
+                return _moved(self.moved(node.operand), node)
         raise AssertionError(node)
 
     def _valued(self, op: ValueOp, values: jax.Array) -> jax.Array:
@@ -148,7 +173,7 @@ class TracedValues:
     def _decoded(self, node: Decoded) -> jax.Array:
         decoder = node.decoder
         if isinstance(decoder, Compared):
-            first, other = (self._of(operand) for operand in node.operands)
+            first, other = (self.moved(operand) for operand in node.operands)
             differ = functools.partial(copies_differ, expected="the same bits", found="others")
             self._check((first == other).all(), lambda leaf: differ(decoder.rule, tensor=leaf))
             return first
@@ -178,6 +203,22 @@ class TracedValues:
 
     def _check(self, holds: jax.Array, error: Raised) -> None:
         self.value_checks.append(ValueCheck(holds, self._result, error))
+
+
+def _moved(values: jax.Array, node: Unary) -> jax.Array:
+    """Return the values of a node, from those of its operand."""
+    match node:
+        case Permuted():
+            return jnp.transpose(values, node.axes)
+        case Reshaped():
+            return jnp.reshape(values, node.shape)
+        case Sliced():
+            return _strided(values, node.axis, node.start, node.shape[node.axis], node.step)
+        case Taken():
+            return _taken(values, node)
+        case Broadcast():
+            return jnp.broadcast_to(jnp.expand_dims(values, node.axis), node.shape)
+    raise AssertionError(node)
 
 
 def _strided(values: jax.Array, axis: int, start: int, count: int, step: int) -> jax.Array:
