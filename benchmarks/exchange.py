@@ -91,7 +91,9 @@ def run(
     finally:
         for child in children:
             child.kill()
-    each = [json.loads(output.splitlines()[-1]) for output in outputs]
+    # XLA's transport may print after it.
+    lines = (reversed(output.splitlines()) for output in outputs)
+    each = [json.loads(next(line for line in of if line.startswith("[["))) for of in lines]
     return [(max(s for s, _ in of), sum(b for _, b in of)) for of in zip(*each, strict=True)]
 
 
