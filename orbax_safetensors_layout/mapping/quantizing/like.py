@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,7 +86,8 @@ class FolderQuantization:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._read = functools.lru_cache(_KEPT)(self._read_from)
+        self._last_read = functools.lru_cache(_KEPT)(self._read_from)
+        self._reading = threading.Lock()
         with Catalog.open(path) as catalog, frozen_heap():
             entries, weights, _ = decoded_weights(catalog, np.dtype(np.float32))
             self._configured = configured_quantization(catalog, whole=True)
@@ -106,6 +108,10 @@ class FolderQuantization:
 
     def __repr__(self) -> str:
         return f"Quantization.like({self.path!r})"
+
+    def _read(self, entry: TensorEntry) -> np.ndarray:
+        with self._reading:  # one reads for all that wait
+            return self._last_read(entry)
 
     def _read_from(self, entry: TensorEntry) -> np.ndarray:
         storage, _ = open_storage(self.path)
