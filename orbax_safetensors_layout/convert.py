@@ -240,11 +240,11 @@ def convert(
                 array.name: SavedTensor(array.shape, _stored(array.dtype, options.dtype))
                 for array in arrays_in(target_tree)
             }
-            if quantize is None:
-                sidecar_files = described_files(sidecar_files, saved)
             if dequantize is not None:
                 sidecar_files = plain_configurations(sidecar_files)
-            if quantize is not None:
+            if quantize is None:
+                sidecar_files = described_files(sidecar_files, saved)
+            else:
                 configured = functools.partial(quantize.configured, weights=expressions)
                 sidecar_files = configured_files(sidecar_files, folder, configured)
             identity = (reader.identity(), *arguments, options.dtype)

@@ -183,8 +183,9 @@ class PreparedSave:
     def sidecar_files(self, target: PathLike) -> dict[str, bytes]:
         """Returns the side files of `WriteOptions.model`, as what is written makes them."""
         model, quantize = self.options.model, self.options.quantize
-        files = {} if model is None else read_sidecar_files(model, required=True)
-        files = described_files(files, self._tensors())
+        files: dict[str, bytes] = {}
+        if model is not None:
+            files = described_files(read_sidecar_files(model, required=True), self._tensors())
         if quantize is None or self.mapped is None:
             return files
         configured = functools.partial(quantize.configured, weights=self.mapped.plain)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError
-from orbax_safetensors_layout.mapping import parse_config
+from orbax_safetensors_layout.mapping import parse_config, plain_configurations
 from orbax_safetensors_layout.options import PathLike, is_floating
 from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
 
@@ -105,8 +105,12 @@ def described_files(
     """Returns side files whose `config.json` says dtype and vocabulary of the tensors beside it.
 
     Only what it says already is changed: `dtype` (before transformers 5 `torch_dtype`) to that of
-    most bytes of floating-point matrices, `vocab_size` to the rows of `embed_tokens.weight`.
+    most bytes of floating-point matrices, `vocab_size` to the rows of `embed_tokens.weight`. What
+    files say of a quantisation goes if no tensor has a dtype that quantised values are stored in;
+    else the dtype stays, which is that of what is not quantised.
     """
+    if not any(dtype.itemsize == 1 or dtype.name == "int32" for _, dtype in tensors.values()):
+        files = plain_configurations(files)
     if _CONFIG not in files:
         return dict(files)
     config = parse_config(files[_CONFIG], _CONFIG)
@@ -115,7 +119,7 @@ def described_files(
         if len(shape) > 1 and is_floating(dtype):
             nbytes[dtype.name] += int(np.prod(shape)) * dtype.itemsize
     said: dict[str, object] = {}
-    if nbytes:
+    if nbytes and "quantization_config" not in config:
         said = dict.fromkeys(("dtype", "torch_dtype"), nbytes.most_common(1)[0][0])
     rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)]
     if len(rows) == 1:

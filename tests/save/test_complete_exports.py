@@ -180,6 +180,27 @@ def test_a_configuration_says_the_rows_that_were_written(models, tmp_path):
     assert (tmp_path / "96" / "config.json").read_bytes() == unchanged
 
 
+def test_configurations_of_quantised_models(models, tmp_path):
+    """Copies of quantised tensors keep what it says; decoded ones are said to be plain."""
+    source = models["llama"].folder
+    options = osl.WriteOptions(model=source, quantize=osl.Quantization("fp8_block"))
+    osl.save(tmp_path / "fp8", osl.load(source), options=options)
+    said = (tmp_path / "fp8" / "config.json").read_bytes()
+    assert json.loads(said)["dtype"] == "bfloat16"
+    options = osl.WriteOptions(model=tmp_path / "fp8")
+    osl.save(tmp_path / "copied", osl.load(tmp_path / "fp8"), options=options)
+    osl.convert(tmp_path / "fp8", tmp_path / "converted", format="hf")
+    for name in ("copied", "converted"):
+        assert (tmp_path / name / "config.json").read_bytes() == said
+    decoded = osl.load(tmp_path / "fp8", mapping=osl.dequantized(tmp_path / "fp8"))
+    osl.save(tmp_path / "plain", decoded, options=options)
+    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    weight = model.model.layers[0].mlp.up_proj.weight.detach().float().numpy()
+    expected = np.asarray(decoded["model.layers.0.mlp.up_proj.weight"], np.float32)
+    np.testing.assert_array_equal(weight, expected)
+
+
 def test_conversions_say_the_dtype_that_they_write(models, tmp_path):
     source = models["qwen3"].folder
     options = osl.ConvertOptions(dtype="float32")
