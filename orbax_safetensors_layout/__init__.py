@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     )
     from .analysis import Finding as Finding, Report as Report, verify as verify
     from .catalog import is_safetensors_checkpoint as is_safetensors_checkpoint
-    from .conversion import consolidate as consolidate
+    from .conversion import (
+        Pulled as Pulled,
+        consolidate as consolidate,
+        publish as publish,
+        pull as pull,
+    )
     from .convert import Converted as Converted, convert as convert
     from .errors import (
         CheckpointExistsError as CheckpointExistsError,
@@ -94,7 +99,7 @@ _NAMES = {
     ),
     "analysis": "Finding Report verify",
     "catalog": "is_safetensors_checkpoint",
-    "conversion": "consolidate",
+    "conversion": "Pulled consolidate publish pull",
     "convert": "Converted convert",
     "errors": (
         "CheckpointExistsError CheckpointNotFoundError DtypeMismatchError FormatError "

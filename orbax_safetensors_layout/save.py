@@ -243,7 +243,7 @@ class PreparedSave:
         folder = CheckpointFolder(path, storage, group, self.options)
         try:
             with progress_callback(self.options.progress) as progress:
-                save_id = folder.begin(self.manifest, sidecar_files, self._fingerprint())
+                save_id = folder.begin(self.manifest, sidecar_files, self.fingerprint())
                 plan = self.plan.stamped(save_id)
                 with folder.step("writing shards"):
                     write_parts(folder, plan, self.values, progress)
@@ -275,7 +275,8 @@ class PreparedSave:
             share = slice(plan.process_index, None, plan.process_count)
             self.verifying.check(files=pieces.files, share=share)
 
-    def _fingerprint(self) -> Fingerprint | None:
+    def fingerprint(self) -> Fingerprint | None:
+        """Return what all processes must have to save; None of a single one."""
         plan = self.plan
         if plan.process_count == 1:
             return None

@@ -41,6 +41,8 @@ MAY_IMPORT_JAX = (
     "save",
     "conversion.checkpoint_reader",
     "conversion.target_tree",
+    "conversion.new_version",
+    "conversion.pulled_version",
     "adapters",
     "analysis.tree_estimate",
     "convert",

@@ -23,7 +23,7 @@ agreement alike band bands below brief builders cells checks cloud_publish compa
 console contents design destination destinations device_grid division facts fetches file_set
 filling firsts fleet forecast functions held_boxes holdings interrupts joins leaf_values lease
 leave local_boxes located made meet mine most_told nearest nodes_json one origins publication
-publish publishing pulse recorded refine refined refined_view refuse region_read room rooms settle
+publishing pulse recorded refine refined refined_view refuse region_read room rooms settle
 shaping sharing sides silent some soundness spread streaming structure survey tell telling told
 verb verbs want wanted wanted_leaf wanted_tree wants
 """

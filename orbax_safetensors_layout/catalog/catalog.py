@@ -7,6 +7,7 @@ tensors is asked for.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import threading
@@ -127,6 +128,12 @@ class Catalog:
         """Return the catalog of pieces in a folder that has no manifest yet."""
         files = [join(folder, name) for name in pieces.files]
         return cls(Discovery(folder, files, manifest=Manifest("sharded", pieces=pieces)), storage)
+
+    def over(self, storage: Storage) -> Self:
+        """Return this catalog with the bytes of its tensors in another storage."""
+        other = copy.copy(self)
+        other.storage = storage
+        return other
 
     def close(self) -> None:
         """Closes the storage."""

@@ -20,6 +20,7 @@ from orbax_safetensors_layout.errors import (
     redact_urls,
 )
 from orbax_safetensors_layout.format import (
+    ENCODING,
     INDEX_SUFFIX,
     MAIN_INDEX,
     MANIFEST,
@@ -192,6 +193,12 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
         index_file = join(path, index_name)
         data = read_file(storage, index_file, "the index", error=InvalidIndexError)
         index = parse_index(data, file=index_file)
+        if ENCODING in index.metadata:
+            raise InvalidIndexError(
+                "the folder has the differences of a published version, not its tensors",
+                file=index_file,
+                hint="Take the version with osl.pull, which applies them.",
+            )
         files = _present(storage, path, index.files, names, index_file, on_error)
         if _MODEL in names and _MODEL not in index.files:
             logging.warning(

@@ -1,5 +1,17 @@
 """Parses headers, indexes, manifests and digests once into types, and makes their bytes."""
 
+from .differences import (
+    CHECKSUM,
+    ENCODING,
+    DifferenceFormat,
+    apply_difference,
+    checksum,
+    encoded_difference,
+    folder_version,
+    parse_version,
+    version_folder,
+    version_text,
+)
 from .digests import (
     DIGESTS,
     ByteRange,

@@ -114,9 +114,11 @@ def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]
     return FileLayout(header, entries, data_start + offsets[-1])
 
 
-def index_bytes(files: Sequence[tuple[str, Sequence[NewTensor]]]) -> bytes:
+def index_bytes(
+    files: Sequence[tuple[str, Sequence[NewTensor]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Return the bytes of `model.safetensors.index.json`, as `transformers` writes it."""
     file_of = {tensor.name: file for file, tensors in files for tensor in tensors}
     total = sum(tensor.nbytes for _, tensors in files for tensor in tensors)
-    document = {"metadata": {"total_size": total}, "weight_map": file_of}
+    document = {"metadata": {"total_size": total, **(metadata or {})}, "weight_map": file_of}
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

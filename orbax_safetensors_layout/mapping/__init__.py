@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .dequantizing.dequantized import dequantized, plain_configurations
     from .families.config import parse_config, read_config
     from .families.ready import TARGETS
+    from .live.live_arrays import unapplied
     from .lookup import find_mapping
     from .quantizing.quantize import Quantization
 
@@ -56,6 +57,7 @@ __getattr__ = lazy_exports(
         ".families": "",
         ".families.config": "parse_config read_config",
         ".families.ready": "TARGETS",
+        ".live.live_arrays": "unapplied",
         ".lookup": "find_mapping",
         ".quantizing.quantize": "Quantization",
     },

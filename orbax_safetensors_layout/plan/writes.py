@@ -18,6 +18,7 @@ from orbax_safetensors_layout.format import (
     INDEX_SUFFIX,
     NO_SAVE_ID,
     SAVE_ID,
+    SUFFIX,
     DType,
     FileLayout,
     NewTensor,
@@ -98,6 +99,7 @@ class WritePlan:
     stored: StoredPieces | None  # the places of all processes' pieces; None where there are none
     process_index: int
     process_count: int
+    index_metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def exchanges(self) -> bool:
@@ -121,12 +123,13 @@ class WritePlan:
         return dataclasses.replace(self, own=own, pieces=pieces, stored=stored)
 
     def index(self) -> dict[str, bytes]:
-        """Return the index of several files of whole tensors, by name; empty without one."""
-        if len(self.files) < 2:
+        """Return the index of whole tensors, by name, if several files or metadata ask for one."""
+        if len(self.files) < 2 and not (self.files and self.index_metadata):
             return {}
         files = [(name, tensors) for name, _, tensors in self.files]
-        stem = files[0][0].rpartition("-of-")[0].rpartition("-")[0]
-        return {stem + INDEX_SUFFIX: index_bytes(files)}
+        first = files[0][0]
+        stem = first.rpartition("-of-")[0].rpartition("-")[0] or first.removesuffix(SUFFIX)
+        return {stem + INDEX_SUFFIX: index_bytes(files, self.index_metadata)}
 
     def writes(self) -> Iterator[FileWrite]:
         yield from self.own

@@ -13,9 +13,10 @@ from .base import (
     read_range,
     write_file,
 )
-from .buffers import MemoryReader
+from .buffers import MemoryReader, cut_out, scatter
 from .commit_note import partial_folder
 from .local import LocalStorage
 from .local_commit import Claim, check_replaceable, claimed, finish_interrupted, link_tree
 from .local_write import FULL, ResumableFile, flush_folder, storage_errors
 from .schemes import check_path, local_path, open_storage
+from .wrapped import WrappedStorage

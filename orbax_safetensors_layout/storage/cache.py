@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import logging
 
@@ -43,6 +43,7 @@ from orbax_safetensors_layout.options import KIB, MIB, CacheFolder
 from .base import Buffer, Storage
 from .buffers import cut_out, transfer
 from .local_write import write_fully
+from .wrapped import WrappedStorage
 
 _CUT_BYTES = 4 * MIB
 _STRETCH_BYTES = 64 * _CUT_BYTES  # of a file, in one folder: looking for entries lists few
@@ -57,15 +58,14 @@ _START_ATTEMPTS = 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class CachedStorage(Storage):
+class CachedStorage(WrappedStorage):
     """A storage for reading that keeps the ranges that it fetches in a folder, and reuses them.
 
     The storage determines what a file is, and its version, before anything comes from the folder.
     """
 
     def __init__(self, storage: Storage, folder: CacheFolder) -> None:
-        self.kind, self.lists, self.save_hint = storage.kind, storage.lists, storage.save_hint
-        self._storage = storage
+        super().__init__(storage)
         self._ranges = RangeCache(folder)
         self._has_warned = False
         storage.remember(self._ranges)
@@ -89,39 +89,9 @@ class CachedStorage(Storage):
             self._storage.read_into(file, start, missing, shared=shared)
             self._ranges.keep(content, start, missing)
 
-    def size(self, file: str) -> int:
-        return self._storage.size(file)
-
-    def is_file(self, path: str) -> bool:
-        return self._storage.is_file(path)
-
-    def folders(self, folder: str) -> list[str]:
-        return self._storage.folders(folder)
-
-    def list(self, folder: str) -> list[str]:
-        return self._storage.list(folder)
-
-    def existing(self, folder: str, names: Collection[str]) -> set[str]:
-        return self._storage.existing(folder, names)
-
-    def modified_seconds(self, file: str) -> float:
-        return self._storage.modified_seconds(file)
-
-    def content_key(self, file: str) -> str | None:
-        return self._storage.content_key(file)
-
-    def check_unchanged(self, file: str) -> None:
-        self._storage.check_unchanged(file)
-
     def forget(self, file: str) -> bool:
         content = self._storage.content_key(file)
         return content is not None and self._ranges.forget(content)
-
-    def interrupt(self) -> None:
-        self._storage.interrupt()
-
-    def close(self) -> None:
-        self._storage.close()
 
 
 class RangeCache:

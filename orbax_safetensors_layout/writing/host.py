@@ -46,11 +46,17 @@ class HostValues:
         self._all_captured = threading.Event()
         self._copies = False  # of numpy arrays, which the caller may overwrite
 
+    def named(self) -> Iterator[tuple[str, Any]]:
+        """Yield names and values of leaves, as they were given."""
+        # Behind them are the tensors that a mapped save makes.
+        for leaf, value in zip(self._leaves, self._values, strict=False):
+            yield leaf.tensor.name, value
+
     def local_names(self) -> list[str]:
         """Return the names of arrays that are on devices of this process alone."""
         return [
-            leaf.tensor.name
-            for leaf, value in zip(self._leaves, self._values, strict=False)
+            name
+            for name, value in self.named()
             if isinstance(value, jax.Array) and value.is_fully_addressable
         ]
 

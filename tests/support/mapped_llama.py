@@ -66,6 +66,17 @@ def saved_mapping() -> osl.Mapping:
     )
 
 
+def plain_mapping() -> osl.Mapping:
+    """Return a mapping that changes no dtype."""
+    return osl.Mapping(
+        [
+            *RULES,
+            osl.rule("layers.{i}.norm", osl.tensor(_LAYER + "norm.weight")),
+            osl.rule("norm", osl.tensor("model.norm.weight")),
+        ]
+    )
+
+
 def abstract_llama(path, split):
     """Return abstract leaves, sharded over four devices."""
     mesh, spec = mesh_of(x=2, y=2), SPECS[split]

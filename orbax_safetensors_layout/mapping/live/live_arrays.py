@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping as Dict, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping as Dict, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -190,8 +190,7 @@ def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
 
 def unapply(mapping: Any, tree: Any, shardings: Any, *, donate: bool) -> dict[str, Any]:
     """See `Mapping.unapply`."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    arrays = {unboxed_name(path) or dotted_name(path): leaf for path, leaf in leaves}
+    arrays = _named_leaves(tree)
     groups = _inverse_planned(mapping, _specs(arrays))
     names = [name for group in groups for name in group.results]
     if shardings is None or _is_placement(shardings):
@@ -206,6 +205,18 @@ def unapply(mapping: Any, tree: Any, shardings: Any, *, donate: bool) -> dict[st
         )
     placements = {name: getattr(s, "sharding", s) for name, s in shardings.items()}
     return _all_values(groups, arrays, {name: placements.get(name) for name in names}, donate)
+
+
+def unapplied(mapping: Any, tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield what `Mapping.unapply` returns, the tensors of a few leaves at a time."""
+    arrays = _named_leaves(tree)
+    for group in _inverse_planned(mapping, _specs(arrays)):
+        yield _all_values([group], arrays, dict.fromkeys(group.results), donate=False)
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {unboxed_name(path) or dotted_name(path): leaf for path, leaf in leaves}
 
 
 def _is_placement(value: Any) -> bool:

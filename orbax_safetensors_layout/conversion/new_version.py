@@ -1,0 +1,283 @@
+"""Publishes a model that changes, version after version, as differences to the one before."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping as Dict
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from orbax_safetensors_layout.catalog import Catalog, read_header
+from orbax_safetensors_layout.errors import (
+    InvalidArgumentError,
+    MismatchError,
+    UnsupportedDtypeError,
+    listed,
+)
+from orbax_safetensors_layout.format import (
+    CHECKSUM,
+    DTYPES,
+    MAIN_INDEX,
+    SUFFIX,
+    DifferenceFormat,
+    DType,
+    NewTensor,
+    checksum,
+    encoded_difference,
+    index_bytes,
+    lay_out,
+    version_folder,
+    version_text,
+)
+from orbax_safetensors_layout.mapping import Mapping, unapplied
+from orbax_safetensors_layout.options import PathLike, WriteOptions, given_or_default, require
+from orbax_safetensors_layout.runtime import ProcessGroup, Workers, frozen_heap
+from orbax_safetensors_layout.save import PreparedSave, save_group
+from orbax_safetensors_layout.storage import (
+    LocalStorage,
+    Storage,
+    finish_interrupted,
+    join,
+    new_file,
+    open_storage,
+    read_range,
+    write_file,
+)
+from orbax_safetensors_layout.writing import commit_when_complete
+
+from .versions import PublishedVersions
+
+
+def publish(
+    folder: PathLike,
+    tree: Any,
+    *,
+    mapping: Mapping | None = None,
+    base: PathLike | None = None,
+    whole_every: int = 10,
+    options: WriteOptions | None = None,
+) -> int:
+    """Writes the next version of a model, as differences to the one before; returns its number.
+
+    Every process of the program calls this with the same arguments. A version is a folder
+    `weight_v000001` and so on, which appears when it is complete; docs/publishing.md has the
+    format, which is that of slime and SGLang. What did not change by a bit is not written. Each
+    process compares and writes about its share of the tensors, for which tensors that several
+    processes hold are gathered, one mapping rule's at a time.
+
+    Args:
+        folder: Of all versions; or its URL.
+        tree: The model, as for `save`: arrays alone.
+        mapping: What the leaves are made of, as for `load`.
+        base: The model that whoever pulls has from the start, as a folder or URL, which counts as
+            version 0: the first version is then differences to it. Without one it is whole.
+        whole_every: Each version of such a number is whole. A reader takes the newest whole one
+            and the differences after it.
+        options: How to write. Whole versions have side files of `WriteOptions.model`.
+
+    Raises:
+        MismatchError: The tree has other tensors than the version before.
+        FormatError: A version before this one is damaged.
+        CheckpointExistsError: Another program publishes into the folder.
+        PeerError: Another process failed.
+    """
+    options = given_or_default(options, WriteOptions)
+    _check_arguments(whole_every, options)
+    with frozen_heap(), save_group(folder, options, "publish") as group:
+        storage, path = open_storage(folder, retries=options.retries)
+        with storage:
+            versions = PublishedVersions(storage, path)
+            before = versions.agreed(group)
+            if group.is_leader and isinstance(storage, LocalStorage):
+                finish_interrupted(os.path.realpath(versions.path(before)))
+            number = before + 1
+            prepared = PreparedSave.of(tree, options, mapping=mapping)
+            if number % whole_every == 0 or not (before or base is not None):
+                metadata = {"version": version_text(number)}
+                plan = dataclasses.replace(prepared.plan, index_metadata=metadata)
+                whole = dataclasses.replace(prepared, plan=plan)
+                target = join(os.fsdecode(folder), version_folder(number))
+                sidecar_files = whole.sidecar_files(target) if group.is_leader else {}
+                whole.commit(target, group=group, overwrite=False, sidecar_files=sidecar_files)
+                return number
+            group.barrier("agreeing on what is published", agree=prepared.fingerprint())
+            chain = versions.chain(before)
+            catalog = versions.catalog(chain, base)
+            try:
+                tensors = _tensors(prepared, catalog)
+                values = _values(tree, mapping, prepared)
+                _publish_differences(versions, before, catalog, tensors, values, group, options)
+            finally:
+                if not chain.whole:
+                    catalog.close()
+    return number
+
+
+def _check_arguments(whole_every: int, options: WriteOptions) -> None:
+    require(
+        type(whole_every) is int and whole_every > 0,
+        "whole_every",
+        "a positive integer",
+        whole_every,
+    )
+    usual = dataclasses.replace(options, layout="hf", file_stem="model", quantize=None, dtype=None)
+    if options != usual:
+        raise InvalidArgumentError(
+            "Versions hold whole tensors as they are in the tree, in files of the usual names:"
+            " leave out WriteOptions.layout, file_stem, quantize and dtype; cast in the mapping."
+        )
+
+
+def _tensors(prepared: PreparedSave, catalog: Catalog) -> dict[str, NewTensor]:
+    """Return the tensors of a tree by name; they must be those of the version before."""
+    mapped = prepared.mapped
+    tensors = {leaf.tensor.name: leaf.tensor for leaf in prepared.plan.leaves}
+    if mapped is not None:
+        tensors = {
+            tensor.name: tensor for _, _, members in prepared.plan.files for tensor in members
+        }
+    entries = catalog.all_entries()
+    if names := sorted(tensors.keys() ^ entries.keys()):
+        raise MismatchError(
+            "the tree has other tensors than the version before",
+            file=catalog.path,
+            tensor=names[0],
+            expected=f"its {len(entries)} tensors",
+            found=f"{len(tensors)} tensors, of which some are in one alone: {listed(names)}",
+            hint="Publish this version whole, with whole_every=1.",
+        )
+    problems = [
+        MismatchError(
+            "a tensor is another one than in the version before",
+            file=entry.file,
+            tensor=name,
+            expected=f"{entry.dtype.code} of shape {entry.shape}",
+            found=f"{tensors[name].dtype.code} of shape {tensors[name].shape}",
+        )
+        for name, entry in entries.items()
+        if (entry.dtype.code, entry.shape) != (tensors[name].dtype.code, tensors[name].shape)
+    ]
+    if problems:
+        hint = "Publish this version whole, with whole_every=1."
+        raise MismatchError.collect(problems, "tensors differ", hint=hint)
+    odd = [name for name, tensor in tensors.items() if tensor.dtype.bits % 8]
+    if odd:
+        raise UnsupportedDtypeError(
+            "differences are of whole bytes", tensor=odd[0], found=str(tensors[odd[0]].dtype.numpy)
+        )
+    return tensors
+
+
+def _values(tree: Any, mapping: Mapping | None, prepared: PreparedSave) -> Iterator[Dict[str, Any]]:
+    """Yield tensors by name, those of a few leaves at a time; the same on all processes."""
+    if mapping is not None:
+        yield from unapplied(mapping, tree)
+        return
+    for name, value in prepared.values.named():
+        yield {name: value}
+
+
+class _Changed(NamedTuple):
+    """A tensor that changed."""
+
+    data: bytes  # its difference, encoded
+    checksum: str  # of what it is now
+
+
+def _publish_differences(
+    versions: PublishedVersions,
+    before: int,
+    catalog: Catalog,
+    tensors: Dict[str, NewTensor],
+    values: Iterator[Dict[str, Any]],
+    group: ProcessGroup,
+    options: WriteOptions,
+) -> None:
+    """Compares tensors with those of the version before, and writes those that differ."""
+    storage, kind = versions.storage, DifferenceFormat(before, "xor", CHECKSUM)
+    owners = _owners(tensors, group.process_count)
+    changed: dict[str, _Changed] = {}
+    entries = catalog.all_entries()
+
+    def compare(name: str, new: np.ndarray) -> None:
+        entry = entries[name]
+        old = np.frombuffer(
+            read_range(catalog.storage, entry.file, entry.start, entry.nbytes), np.uint8
+        )
+        data = encoded_difference(old, new)
+        if data is not None:
+            changed[name] = _Changed(data, checksum(kind.checksum, new))
+
+    with commit_when_complete(
+        storage, versions.path(before + 1), group=group, overwrite=False, sidecar_files={}
+    ) as folder:
+        with (
+            group.together("comparing tensors"),
+            Workers(options.writers, "safetensors-publish", storage.interrupt) as workers,
+        ):
+            for members in values:
+                for name, value in members.items():
+                    host = _on_host(value)
+                    if owners[name] == group.process_index:
+                        new = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+                        workers.submit(compare, name, new)
+            workers.join()
+        with group.together("writing differences"):
+            number = f"{group.process_index + 1:05}-of-{group.process_count:05}"
+            _write(storage, folder, f"model-{number}{SUFFIX}", changed, options)
+        with group.together("completing the version"):
+            if group.is_leader:
+                index = index_bytes(_written(storage, folder), kind.metadata(before + 1))
+                write_file(storage, join(folder, MAIN_INDEX), index, durable=options.fsync)
+                if options.fsync:
+                    storage.flush_folder(folder)
+
+
+def _owners(tensors: Dict[str, NewTensor], processes: int) -> dict[str, int]:
+    """Share tensors out to processes, about as many bytes to each."""
+    loads = [0] * processes
+    owners: dict[str, int] = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += tensors[name].nbytes
+    return owners
+
+
+def _on_host(value: Any) -> np.ndarray:
+    """Return a tensor's values; all processes gather those that several hold."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if value.is_fully_replicated:
+            return np.asarray(value.addressable_data(0))
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+    return np.asarray(value)
+
+
+def _write(
+    storage: Storage, folder: str, name: str, changed: Dict[str, _Changed], options: WriteOptions
+) -> None:
+    """Writes a process's file; none if nothing of its share changed."""
+    if not changed:
+        return
+    dtype: DType = DTYPES["U8"]
+    tensors = [NewTensor(name, dtype, (len(tensor.data),)) for name, tensor in changed.items()]
+    checksums = {name: tensor.checksum for name, tensor in changed.items()}
+    layout = lay_out(name, tensors, checksums)
+    with new_file(storage, join(folder, name), layout.size, durable=options.fsync) as file:
+        file.write_at(0, [memoryview(bytearray(layout.header))])
+        for entry in layout.tensors:
+            file.write_at(entry.start, [memoryview(bytearray(changed[entry.name].data))])
+
+
+def _written(storage: Storage, folder: str) -> list[tuple[str, list[NewTensor]]]:
+    """Return the files that all processes have written, and their tensors."""
+    files = []
+    for name in storage.list(folder):
+        if name.endswith(SUFFIX):
+            header = read_header(storage, join(folder, name))
+            entries = header.tensors.values()
+            files.append((name, [NewTensor(e.name, e.dtype, e.shape) for e in entries]))
+    return files
