@@ -129,18 +129,19 @@ class Round(NamedTuple):
 
     def fragments(self, process: int) -> Iterator[Fragment]:
         """Yields the boxes that a process reads for the round, device by device."""
+        parts, axis = self.parts, self.axis
+        extent = self.part_shape[axis]
         for row, column in self.grid.slots(process):
-            lane, part = divmod(column, self.parts)
+            lane, part = divmod(column, parts)
             for leaf, boxes, offset in self.lanes[lane]:
-                box = boxes[row] if self.parts == 1 else self._part(boxes[row], part)
-                if box is not None:
-                    yield Fragment(leaf, box, row, column, offset)
-
-    def _part(self, box: Box, part: int) -> Box | None:
-        axis, extent = self.axis, self.part_shape[self.axis]
-        low = box.start[axis] + part * extent
-        high = min(low + extent, box.stop[axis])
-        return box.along(axis, low, high) if low < high else None
+                box = boxes[row]
+                if parts > 1:
+                    low = box.start[axis] + part * extent
+                    high = min(low + extent, box.stop[axis])
+                    if low >= high:
+                        continue
+                    box = box.along(axis, low, high)
+                yield Fragment(leaf, box, row, column, offset)
 
 
 Stage = tuple[Round, ...]

@@ -96,12 +96,22 @@ class ReplicaGrid(NamedTuple):
         return max(map(len, _slots(self).values()))
 
 
-@functools.lru_cache(256)
+_MOST_GRIDS = 256
+_slots_of: dict[int, tuple[ReplicaGrid, dict[int, list[tuple[int, int]]]]] = {}
+
+
 def _slots(grid: ReplicaGrid) -> dict[int, list[tuple[int, int]]]:
+    """Return row and column of the devices of each process; kept by object, as hashing is slow."""
+    known = _slots_of.get(id(grid))
+    if known is not None and known[0] is grid:
+        return known[1]
     slots: dict[int, list[tuple[int, int]]] = {}
     for row, processes in enumerate(grid.processes):
         for column, process in enumerate(processes):
             slots.setdefault(process, []).append((row, column))
+    if len(_slots_of) >= _MOST_GRIDS:
+        _slots_of.clear()
+    _slots_of[id(grid)] = grid, slots
     return slots
 
 
