@@ -339,6 +339,9 @@ class WriteOptions(_CheckedOptions):
             and the like are put beside the files, so that `transformers` opens them: as they are,
             but for the dtype, the vocabulary and the quantisation, which are those of what is
             written. Code is left out.
+        card: Writes a model card, `README.md`: a dict, or a function that returns one for each
+            save, of `base_model` and other fields of the hub's metadata, and of `step` and
+            `metrics` (a dict), which are its text.
         quantize: Writes the weights that an `osl.Quantization` names quantised, in layout `"hf"`
             and without a manifest; `osl.dequantized` reads them as plain ones. Only for `save`.
         memory_budget_bytes: Host bytes that a save may hold beyond its arrays. The blocking part
@@ -359,6 +362,7 @@ class WriteOptions(_CheckedOptions):
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     dtype: Any = None
     model: PathLike | None = None
+    card: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
     quantize: Quantizes | None = None
     memory_budget_bytes: int | None = None
     concurrency: int | None = None
@@ -495,6 +499,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
     ("cache", "the path of a local folder", _is_local_path),
     ("model", "the path or URL of a model's folder", lambda v: isinstance(v, str | os.PathLike)),
+    ("card", "a dict, or a function", lambda v: isinstance(v, Mapping) or callable(v)),
     ("quantize", "an osl.Quantization(...)", _is_quantization),
     ("retries", "a RetryPolicy(attempts=..., ...)", lambda v: isinstance(v, RetryPolicy)),
 )

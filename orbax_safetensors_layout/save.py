@@ -39,6 +39,7 @@ from orbax_safetensors_layout.writing import (
     PreparedTree,
     SavedTensor,
     assemble_files,
+    card_file,
     commit_when_complete,
     configured_files,
     described_files,
@@ -148,6 +149,7 @@ class PreparedSave:
     manifest: Manifest | None
     options: WriteOptions
     mapped: MappedTensors | None = None  # what the files' tensors are made of, through a mapping
+    card: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # the model card, by name
     # Storage and folder of the pieces that files are assembled from, if they exist already; else
     # this save writes them, and removes them when it is complete.
     pieces: tuple[Storage, str] | None = None
@@ -178,14 +180,15 @@ class PreparedSave:
             manifest = prepared.manifest(plan, options, custom)
         elif custom is not None:
             manifest = Manifest("hf", custom=custom)
-        return cls(plan, values, manifest, options, mapped=mapped)
+        card = {} if options.card is None else card_file(options.card)
+        return cls(plan, values, manifest, options, mapped=mapped, card=card)
 
     def sidecar_files(self, target: PathLike) -> dict[str, bytes]:
-        """Returns the side files of `WriteOptions.model`, as what is written makes them."""
+        """Returns the side files of `WriteOptions`, as what is written makes them."""
         model, quantize = self.options.model, self.options.quantize
-        files: dict[str, bytes] = {}
+        files = {**self.card}
         if model is not None:
-            files = described_files(read_sidecar_files(model, required=True), self._tensors())
+            files |= described_files(read_sidecar_files(model, required=True), self._tensors())
         if quantize is None or self.mapped is None:
             return files
         configured = functools.partial(quantize.configured, weights=self.mapped.plain)

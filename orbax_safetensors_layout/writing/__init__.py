@@ -6,5 +6,11 @@ from .folder import CheckpointFolder, with_digests, write_small_files
 from .host import HostValues
 from .parts import stored_bytes
 from .prepare_tree import PreparedTree
-from .side_files import SavedTensor, configured_files, described_files, read_sidecar_files
+from .side_files import (
+    SavedTensor,
+    card_file,
+    configured_files,
+    described_files,
+    read_sidecar_files,
+)
 from .write import write_parts

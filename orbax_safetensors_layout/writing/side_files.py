@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, InvalidArgumentError
 from orbax_safetensors_layout.mapping import parse_config, plain_configurations
 from orbax_safetensors_layout.options import PathLike, is_floating
 from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
@@ -19,6 +19,7 @@ from orbax_safetensors_layout.storage import Storage, join, open_storage, read_r
 from .commit import appearance_rank
 
 _CONFIG = "config.json"
+_CARD = "README.md"
 _EMBEDDING = "embed_tokens.weight"
 _SIDECAR_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _SIDECAR_NAMES = (  # that are asked for where a folder cannot be listed
@@ -81,6 +82,35 @@ def read_sidecar_files(
             expected="a folder with such files, or one of them",
         )
     return data
+
+
+def card_file(card: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> dict[str, bytes]:
+    """Returns the model card of `WriteOptions.card`, by its name; `step` and `metrics` are text."""
+    fields = {"library_name": "transformers", **(card() if callable(card) else card)}
+    step, metrics = fields.pop("step", None), fields.pop("metrics", None) or {}
+    try:  # values in JSON are YAML, too
+        lines = [
+            "---",
+            *(f"{key}: {json.dumps(value, allow_nan=False)}" for key, value in fields.items()),
+            "---",
+            "",
+        ]
+        rows = [f"| {name} | {json.dumps(value)} |" for name, value in metrics.items()]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgumentError(
+            "WriteOptions.card holds a value that a model card cannot have",
+            expected="text, numbers, lists and dicts; metrics by name",
+            found=error,
+        ) from error
+    lines += [f"# {fields.get('model_name', 'Model')}", ""]
+    origin = fields.get("base_model")
+    if origin is not None:
+        lines += [f"Trained from {json.dumps(origin)}.", ""]
+    if step is not None:
+        lines += [f"Step {step} of the training.", ""]
+    if rows:
+        lines += ["| metric | value |", "|---|---|", *rows, ""]
+    return {_CARD: "\n".join(lines).encode()}
 
 
 def configured_files(

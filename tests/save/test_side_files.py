@@ -5,6 +5,7 @@ import os
 
 import backends
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 from checkpoints import save
@@ -137,3 +138,41 @@ def test_the_manifest_appears_first_and_the_index_last():
     names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     names = ["orbax_safetensors_layout.json", *names, "config.json"]
     assert [appearance_rank(name) for name in names] == [0, 1, 2, None]
+
+
+def test_a_model_card_says_what_it_is_given(tmp_path):
+    from huggingface_hub import ModelCard
+
+    steps = iter((100, 200))
+    card = {"base_model": 'org/name: "large"', "license": "mit", "tags": ["a", "b: c"]}
+    options = osl.WriteOptions(
+        card=lambda: {**card, "step": next(steps), "metrics": {"loss": 1.25, "note": "é"}}
+    )
+    for step in (100, 200):
+        osl.save(tmp_path / "new", {"w": np.ones(3)}, options=options, overwrite=step > 100)
+        written = ModelCard.load(tmp_path / "new/README.md")
+        assert written.data.to_dict() == {**card, "library_name": "transformers"}
+        assert f"Step {step} of the training." in written.text
+        assert "| loss | 1.25 |" in written.text
+    path = str(tmp_path / "item")
+    checkpointer = ocp.Checkpointer(
+        osl.SafetensorsCheckpointHandler(write=osl.WriteOptions(card=card))
+    )
+    checkpointer.save(path, args=osl.SafetensorsSave({"w": np.ones(3)}))
+    assert ModelCard.load(tmp_path / "item/README.md").data.license == "mit"
+
+
+def test_a_model_card_of_no_values(tmp_path):
+    for card in ({"loss": float("nan")}, {"x": object()}, {"metrics": 3}):
+        with pytest.raises(osl.InvalidArgumentError, match="a model card cannot have"):
+            osl.save(tmp_path, {"w": np.ones(3)}, options=osl.WriteOptions(card=card))
+    with pytest.raises(ValueError, match=r"WriteOptions\.card must be a dict"):
+        osl.WriteOptions(card="text")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_model_card_that_is_there_stays(tmp_path):
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(osl.CheckpointExistsError, match=r"README\.md"):
+        osl.save(tmp_path, {"w": np.ones(3)}, options=osl.WriteOptions(card={"step": 1}))
+    assert (tmp_path / "README.md").read_text() == "mine"
