@@ -59,7 +59,7 @@ from orbax_safetensors_layout.options import (
     require,
 )
 from orbax_safetensors_layout.plan import tensors_to_write
-from orbax_safetensors_layout.runtime import frozen_heap
+from orbax_safetensors_layout.runtime import ProcessGroup, frozen_heap
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
 from orbax_safetensors_layout.storage import LocalStorage, open_storage
@@ -67,6 +67,7 @@ from orbax_safetensors_layout.writing import (
     SavedTensor,
     appearance_rank,
     check_target,
+    commit_when_complete,
     configured_files,
     described_files,
     read_sidecar_files,
@@ -123,7 +124,8 @@ def convert(
     Args:
         source: A safetensors folder or file, what Orbax saved (v0 or v1; OCDBT or not), or with
             `step` the directory of a `CheckpointManager`.
-        target: The folder to write, on a file system that all processes see.
+        target: The folder to write, on a file system that all processes see; or `hf://org/name`,
+            to which it is uploaded in the end from a temporary folder (then nothing is continued).
         format: `"hf"`, `"sharded"` or `"orbax"`; by default `"orbax"` for a Hugging Face source
             and `"hf"` for others.
         mapping: What a model's leaves are made of, as for `load`.
@@ -187,7 +189,8 @@ def convert(
         reader = open_reader(ref, dataclasses.replace(reading, verify=True))
         stack.callback(reader.close)
         kind = format or ("orbax" if reader.kind == "hf" else "hf")
-        folder, target_item = _target_path(target), None
+        folder, is_remote = _target_folder(target, group, stack, overwrite=overwrite)
+        overwrite, target_item = overwrite or is_remote, None
         if step is not None and kind == "orbax":  # the target is a step, too
             folder = os.path.join(folder, os.path.basename(ref.step_folder))
             target_item = ref.item or "default"
@@ -280,19 +283,28 @@ def convert(
             )
             check = functools.partial(_check_target, folder, kind, sidecar_files, overwrite)
             resumed = conversion.run(group, check)
-        return Converted(folder, len(planned.leaves), conversion.nbytes, resumed)
+        written = os.fsdecode(target) if is_remote else folder
+        return Converted(written, len(planned.leaves), conversion.nbytes, resumed)
 
 
-def _target_path(target: PathLike) -> str:
+def _target_folder(
+    target: PathLike, group: ProcessGroup, stack: contextlib.ExitStack, *, overwrite: bool
+) -> tuple[str, bool]:
+    """Return the local folder to convert into, and whether it is uploaded when `stack` ends."""
     storage, path = open_storage(target)
-    with storage:
-        if not isinstance(storage, LocalStorage):
-            raise SafetensorsLayoutError(
-                "a conversion writes to local or mounted file systems",
-                file=os.fsdecode(target),
-                hint="Convert to a local folder and copy that, or mount the bucket.",
-            )
-    return os.path.realpath(path)
+    stack.enter_context(storage)
+    if isinstance(storage, LocalStorage):
+        return os.path.realpath(path), False
+    if storage.uploads:
+        place = commit_when_complete(
+            storage, path, group=group, overwrite=overwrite, sidecar_files={}
+        )
+        return os.path.realpath(stack.enter_context(place).folder), True
+    raise SafetensorsLayoutError(
+        "a conversion writes to local or mounted file systems, or to the hub",
+        file=os.fsdecode(target),
+        hint="Convert to a local folder and copy that, or mount the bucket.",
+    )
 
 
 def _check_apart(source: str, target: str) -> None:

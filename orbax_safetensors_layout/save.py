@@ -232,7 +232,9 @@ class PreparedSave:
                 storage, target, group=group, overwrite=overwrite, sidecar_files=sidecar_files
             ) as folder,
         ):
-            self.write(folder, group=group, storage=storage, sidecar_files=sidecar_files)
+            self.write(
+                folder.folder, group=group, storage=folder.storage, sidecar_files=sidecar_files
+            )
 
     def write(
         self,

@@ -214,7 +214,8 @@ def _publish_differences(
 
     with commit_when_complete(
         storage, versions.path(before + 1), group=group, overwrite=False, sidecar_files={}
-    ) as folder:
+    ) as place:
+        folder = place.folder
         with (
             group.together("comparing tensors"),
             Workers(options.writers, "safetensors-publish", storage.interrupt) as workers,

@@ -110,9 +110,12 @@ class Conversion:
         """Returns the bytes that an interrupted run had written; `check` may refuse the target."""
         try:
             return self._run(processes, check)
-        except FormatError:  # nothing that was made of damaged files is continued
-            with LocalStorage() as storage:
-                storage.remove(self._workspace)
+        except BaseException as error:
+            processes.abandon()
+            if isinstance(error, FormatError):  # what was made of damaged files is not continued
+                processes.await_others()  # who may be reading the journal
+                with LocalStorage() as storage:
+                    storage.remove(self._workspace)
             raise
 
     def _run(self, processes: Processes, check: Callable[[], None]) -> int:

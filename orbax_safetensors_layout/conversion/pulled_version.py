@@ -195,8 +195,9 @@ def _write_version(catalog: Catalog, number: int, folder: str) -> None:
             group=ProcessGroup.alone(),
             overwrite=True,
             sidecar_files=sidecar_files,
-        ) as new,
+        ) as place,
     ):
+        new = place.folder
         for name, data in sidecar_files.items():
             write_file(storage, join(new, name), data, durable=True)
         with Workers(_THREADS, "safetensors-pull", catalog.storage.interrupt) as workers:

@@ -5,6 +5,7 @@ from .base import (
     Buffer,
     ByteBuffer,
     FileWriter,
+    NewFolder,
     RangeReader,
     Storage,
     join,

@@ -53,11 +53,13 @@ class FileWriter(Protocol):
 class NewFolder(Protocol):
     """Makes the files of a save, written to `folder`, appear at `target`: together if it can.
 
-    The methods are for one process; the others only write.
+    The methods are for one process; the others only write, and `send` where the target's storage
+    `uploads`.
     """
 
     target: str
     folder: str
+    storage: Storage  # that has `folder`
 
     def begin(self) -> None:
         """Claims the target, and recovers a folder that a crashed save left beside it."""
@@ -65,6 +67,10 @@ class NewFolder(Protocol):
 
     def prepare(self) -> None:
         """Makes `folder` ready to be written to, if the target can be replaced."""
+
+    def send(self, process_index: int, process_count: int) -> None:
+        """Brings a process's share of the complete files near their place; all processes do."""
+        return
 
     def commit(self) -> None:
         """Puts the complete files in their place."""
@@ -106,6 +112,7 @@ class Storage(RangeReader, Protocol):
     """
 
     lists: bool  # or else `list` gives only well-known files of a folder
+    uploads: bool = False  # new folders are local ones, and sent when they are complete
     appends: bool = False  # files grow from the first byte to the last; bytes wait for their turn
     save_hint: str = "Save to a local folder, and upload that."
 

@@ -46,7 +46,7 @@ class InPlace(NewFolder):
 
     def __init__(self, target: str, storage: Storage, rank: Rank, scratch: Sequence[str]) -> None:
         self.target = self.folder = target
-        self._storage = storage
+        self.storage = storage
         self._rank = rank
         self._scratch = scratch
         self._is_prepared = False
@@ -64,10 +64,10 @@ class InPlace(NewFolder):
                 self._clear()
 
     def _clear(self) -> None:
-        names = _ranked(self._storage, self.folder, self._rank)
-        call_for_all(self._storage.remove, [join(self.folder, name) for name in reversed(names)])
+        names = _ranked(self.storage, self.folder, self._rank)
+        call_for_all(self.storage.remove, [join(self.folder, name) for name in reversed(names)])
         for name in self._scratch:
-            self._storage.remove(join(self.folder, name))
+            self.storage.remove(join(self.folder, name))
 
 
 class _BucketClaim:
@@ -149,7 +149,7 @@ class StagedCopy(NewFolder):
     def __init__(self, target: str, storage: _CopyingStorage, rank: Rank) -> None:
         self.target = target
         self.folder = partial_folder(target)
-        self._storage = storage
+        self.storage = storage
         self._rank = rank
         self._claim = _BucketClaim(f"{self.folder}.claims", target, storage)
         self._keeps = True
@@ -159,13 +159,13 @@ class StagedCopy(NewFolder):
 
     def prepare(self) -> None:
         self._keeps = False
-        self._storage.remove(self.folder, check=self._claim.check)
+        self.storage.remove(self.folder, check=self._claim.check)
 
     def commit(self) -> None:
-        new = _ranked(self._storage, self.folder, self._rank)
-        old = _ranked(self._storage, self.target, self._rank)
+        new = _ranked(self.storage, self.folder, self._rank)
+        old = _ranked(self.storage, self.target, self._rank)
         self._check_alone(self.folder, new)
-        call_for_all(self._storage.look_again, [join(self.target, name) for name in old])
+        call_for_all(self.storage.look_again, [join(self.target, name) for name in old])
         self._claim.check()
         self._keeps = True
         try:
@@ -189,14 +189,14 @@ class StagedCopy(NewFolder):
         try:
             if not self._keeps:
                 with contextlib.suppress(SafetensorsLayoutError):  # what failed before counts
-                    self._storage.remove(self.folder, check=self._claim.check)
+                    self.storage.remove(self.folder, check=self._claim.check)
         finally:  # also when interrupted: a claim that is renewed keeps other saves out
             self._claim.release()
 
     def _check_alone(self, folder: str, names: Sequence[str]) -> None:
         """Checks that the files in a folder are those that this save wrote."""
-        self._storage.check_written(folder)
-        if not names or _ranked(self._storage, folder, self._rank) != names:
+        self.storage.check_written(folder)
+        if not names or _ranked(self.storage, folder, self._rank) != names:
             raise not_alone(folder)
 
     def _describe_copy(self, names: Sequence[str]) -> str:
@@ -212,10 +212,10 @@ class StagedCopy(NewFolder):
 
     def _copy(self, name: str) -> None:
         files = join(self.folder, name), join(self.target, name)
-        self._storage.copy(*files, check=self._claim.check)
+        self.storage.copy(*files, check=self._claim.check)
 
     def _remove(self, name: str) -> None:
-        self._storage.remove_pinned(join(self.target, name), check=self._claim.check)
+        self.storage.remove_pinned(join(self.target, name), check=self._claim.check)
 
 
 def _ranked(storage: Storage, folder: str, rank: Rank) -> list[str]:

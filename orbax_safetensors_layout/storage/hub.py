@@ -9,7 +9,7 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, constants, errors, hf_hub_url
@@ -26,6 +26,7 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.format import Schema
 from orbax_safetensors_layout.options import RetryPolicy
 
+from .base import NewFolder, Rank
 from .http import Origin
 from .remote import AccessDenied, FileAddress, RemoteStorage
 from .retry import Failure, is_transient_status, retry_after_seconds, within
@@ -57,11 +58,12 @@ class HubStorage(RemoteStorage):
 
     kind = "hf"
     lists = True
+    uploads = True
 
     def __init__(self, path: str, retries: RetryPolicy | None = None) -> None:
         super().__init__(retries)
         match = _PATH.fullmatch(path)
-        if match is None:
+        if match is None or match["repo"].startswith("buckets/"):
             raise StorageError(
                 "cannot open the path",
                 file=path,
@@ -74,10 +76,44 @@ class HubStorage(RemoteStorage):
         self._endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
         self._listed: _Snapshot | None = None
         self._listing = threading.Lock()
-        self.save_hint = (
-            f"Save to a local folder and upload that: `hf upload {self._repo_id} FOLDER"
-            f" --repo-type {self._repo_type}`."
+        upload = f"hf upload {self._repo_id} FOLDER --repo-type {self._repo_type}"
+        self.save_hint = f"Save to a local folder and upload that: `{upload}`."
+
+    def new_folder(
+        self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
+    ) -> NewFolder:
+        from .hub_upload import HubUpload, Repository
+
+        repository = Repository(
+            self._repo_id,
+            self._repo_type,
+            self._revision,
+            self._endpoint,
+            within=self._within,
+            list_files=self.list,
+            head=lambda: self._snapshot().commit,
+            asked=self._changing,
         )
+        return HubUpload(target.rstrip("/"), repository, rank)
+
+    def _changing(self, call: Callable[[], Any], doing: str) -> Any:
+        """Makes a call of `huggingface_hub` that writes, again where that may help."""
+        self._connections.sent.add(self._endpoint, build_hf_headers(library_name=_LIBRARY))
+
+        def attempt() -> Any:
+            try:
+                return call()
+            except errors.OfflineModeIsEnabled:
+                raise self._offline() from None
+            except Exception as error:
+                cause: BaseException = error
+                while cause.__cause__ is not None and not isinstance(cause, errors.HfHubHTTPError):
+                    cause = cause.__cause__
+                if isinstance(cause, errors.HfHubHTTPError):
+                    raise self._explained(cause, "write to") from None
+                raise Failure(f"{type(cause).__name__}: {cause}", transient=False) from None
+
+        return self._retrier.run(attempt, doing, self._root)
 
     def is_file(self, path: str) -> bool:
         return self._within(path) in self._snapshot().files
@@ -182,18 +218,18 @@ class HubStorage(RemoteStorage):
         entries = dict(zip(paths, zip(sizes, digests, strict=True), strict=True))
         return _Snapshot(names[0], shown_commit, modified, entries)
 
-    def _explained(self, error: errors.HfHubHTTPError) -> Exception:
+    def _explained(self, error: errors.HfHubHTTPError, right: str = "read") -> Exception:
         status, headers = error.response.status_code, error.response.headers
         root, found = self._root, f"status {status}"
         if isinstance(error, errors.GatedRepoError) or status == 403:
-            hint = self._hint(headers.get("X-Error-Code"))
+            hint = self._hint(headers.get("X-Error-Code"), right)
             return AccessDenied("access denied", file=root, found=found, hint=hint)
         if isinstance(error, errors.RepositoryNotFoundError):
             return CheckpointNotFoundError(
                 "the hub has no such repository, or does not show it",
                 file=root,
                 found=found,
-                hint="Check the name; for a private one, set HF_TOKEN to a token that may read it.",
+                hint=f"Check the name; set HF_TOKEN to a token that may {right} it.",
             )
         if isinstance(error, errors.RevisionNotFoundError):
             return CheckpointNotFoundError(
@@ -202,11 +238,11 @@ class HubStorage(RemoteStorage):
         after = retry_after_seconds(headers.get("Retry-After"))
         return Failure(found, transient=is_transient_status(status), after_seconds=after)
 
-    def _hint(self, error_code: str | None) -> str:
+    def _hint(self, error_code: str | None, right: str = "read") -> str:
         page = redact_urls(f"{self._endpoint}/{self._repo_id}")
         if error_code == "GatedRepo":
             return f"Accept its conditions at {page} and set HF_TOKEN to a token of that account."
-        return "Set HF_TOKEN to a token that may read it, or log in with `hf auth login`."
+        return f"Set HF_TOKEN to a token that may {right} it, or log in with `hf auth login`."
 
     def _offline(self) -> StorageError:
         return StorageError(

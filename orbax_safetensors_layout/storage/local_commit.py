@@ -31,7 +31,7 @@ class FolderExchange(NewFolder):
     def __init__(self, target: str, storage: Storage, rank: Rank) -> None:
         self.target = os.path.realpath(target)
         self.folder = partial_folder(self.target)
-        self._storage = storage
+        self.storage = storage
         self._rank = rank
         self._stack = contextlib.ExitStack()
 
@@ -42,7 +42,7 @@ class FolderExchange(NewFolder):
 
     def prepare(self) -> None:
         check_replaceable(self.target)
-        self._storage.make_folder(self.folder)
+        self.storage.make_folder(self.folder)
 
     def commit(self) -> None:
         self._claim.commit(self.folder, is_replaced=lambda name: self._rank(name) is not None)

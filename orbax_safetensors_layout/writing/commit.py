@@ -14,7 +14,7 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.format import DIGESTS, INDEX_SUFFIX, MANIFEST, SUFFIX
 from orbax_safetensors_layout.plan import PIECES_FOLDER
 from orbax_safetensors_layout.runtime import ProcessGroup
-from orbax_safetensors_layout.storage import Storage, join, read_range
+from orbax_safetensors_layout.storage import NewFolder, Storage, join, read_range
 
 
 def appearance_rank(name: str) -> int | None:
@@ -38,7 +38,7 @@ def commit_when_complete(
     group: ProcessGroup,
     overwrite: bool,
     sidecar_files: Mapping[str, bytes],
-) -> Iterator[str]:
+) -> Iterator[NewFolder]:
     """Yields the folder to write a checkpoint into; leaving the block commits it to `target`.
 
     All processes enter the block, and leave it when all have written or one has failed. The side
@@ -60,7 +60,10 @@ def commit_when_complete(
                 exists = functools.partial(is_safetensors_checkpoint, storage=storage)
                 check_target(storage, new_folder.target, sidecar_files, overwrite, exists)
                 new_folder.prepare()
-        yield new_folder.folder
+        yield new_folder
+        if storage.uploads:
+            with group.together("sending the files"):
+                new_folder.send(group.process_index, group.process_count)
         if group.is_leader:
             new_folder.commit()
     except BaseException as problem:

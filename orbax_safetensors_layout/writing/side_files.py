@@ -122,7 +122,9 @@ def configured_files(
 
     Files that are in the target already and stay there are among them where it changes these.
     """
-    present = read_sidecar_files(target)
+    present: dict[str, bytes] = {}
+    with contextlib.suppress(CheckpointNotFoundError):  # a repository that is yet to be made
+        present = read_sidecar_files(target)
     changed = configured({**present, **files})
     return {
         name: data for name, data in changed.items() if name in files or data != present.get(name)

@@ -29,6 +29,7 @@ class Request(NamedTuple):
     range: tuple[int, int] | None
     authorization: str | None
     if_none_match: str | None = None
+    body: bytes = b""
 
 
 class Reply(NamedTuple):
@@ -196,6 +197,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             (int(match[1]), int(match[2]) + 1) if match else None,
             self.headers.get("Authorization"),
             self.headers.get("If-None-Match"),
+            self._body(),
         )
         server: Server = self.server.tests_server  # type: ignore[attr-defined]
         host, _, port = self.headers["Host"].partition(":")
@@ -207,7 +209,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with contextlib.suppress(ConnectionError):
             self._send(reply, fault)
 
-    do_HEAD = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
 
     def _send(self, reply: Reply, fault: str | None) -> None:
         if fault == "delay":

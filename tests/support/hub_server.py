@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
 import re
+import shutil
+import tempfile
+import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +29,14 @@ _RESOLVE = re.compile(
 )
 
 
+# What changes repositories: these are answered to tokens of `Hub.writers` alone.
+_WRITE = re.compile(
+    r"/api/repos/(?P<repos>create|delete)|/api/(?P<yaml>validate-yaml)|/uploads/(?P<blob>[0-9a-f]+)"
+    r"|/api/models/(?P<repo>[^/]+/[^/]+)/(?P<what>preupload|commit|branch)/(?P<revision>[^/]+)"
+    r"|/(?P<lfs>[^/]+/[^/]+)\.git/info/lfs/objects/batch"
+)
+
+
 class Repo(NamedTuple):
     """A repository: its commits are folders; `readers` are tokens, None where all may read."""
 
@@ -41,6 +53,8 @@ class Hub:
         hub: The server with the API, which redirects to files of the CDN.
         cdn: The server with the files, by URLs whose signatures expire.
         uses: After how many requests a signature expires.
+        writers: Tokens that may write.
+        uploads: Files that were sent by LFS, by SHA-256.
     """
 
     def __init__(self) -> None:
@@ -49,6 +63,10 @@ class Hub:
         self.uses = 1_000_000
         self._blobs: dict[str, Path] = {}
         self._signatures: dict[str, int] = {}
+        self.writers: set[str] = set()
+        self.uploads: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._root = tempfile.TemporaryDirectory()
         self.hub = Server(self._answer_hub)
         self.cdn = Server(self._answer_cdn)
 
@@ -81,8 +99,96 @@ class Hub:
     def close(self) -> None:
         self.hub.close()
         self.cdn.close()
+        self._root.cleanup()
+
+    def _answer_write(self, request: Request, match: re.Match[str]) -> Reply:
+        token = (request.authorization or "").removeprefix("Bearer ")
+        if match["blob"]:  # signed, so without a token
+            if hashlib.sha256(request.body).hexdigest() != match["blob"]:
+                return Reply(400, {})
+            self.uploads[match["blob"]] = request.body
+            return Reply(200, {})
+        if token not in self.writers:
+            return _error(403 if token else 401, "", "You may not write here.")
+        if match["yaml"]:
+            return _json({"errors": [], "warnings": []})
+        if match["repos"]:
+            return self._change_repos(match["repos"], json.loads(request.body), token)
+        repo = self.repo(f"models/{match['repo'] or match['lfs']}")
+        if repo is None:
+            return _error(404, "RepoNotFound", "Repository not found")
+        if match["lfs"]:
+            objects = []
+            for wanted in json.loads(request.body)["objects"]:
+                href = {"href": f"{self.hub.url}/uploads/{wanted['oid']}"}
+                more = {} if wanted["oid"] in self.uploads else {"actions": {"upload": href}}
+                objects.append({**wanted, **more})
+            return _json({"transfer": "basic", "objects": objects})
+        revision = urllib.parse.unquote(match["revision"])
+        if match["what"] == "branch":
+            if revision in repo.refs:
+                return _error(409, "", "Reference already exists")
+            if request.method == "DELETE":
+                del repo.refs[revision]
+            else:
+                repo.refs[revision] = repo.refs["main"]
+            return _json({})
+        if revision not in repo.refs:
+            return _error(404, "RevisionNotFound", "Invalid rev id")
+        if match["what"] == "preupload":
+            asked = json.loads(request.body)["files"]
+            modes = ["lfs" if f["path"].endswith(".safetensors") else "regular" for f in asked]
+            files = [
+                {"path": f["path"], "uploadMode": mode, "shouldIgnore": False}
+                for f, mode in zip(asked, modes, strict=True)
+            ]
+            return _json({"files": files})
+        with self._lock:
+            return self._commit(repo, f"models/{match['repo']}", revision, request.body)
+
+    def _change_repos(self, what: str, asked: dict, token: str) -> Reply:
+        name = f"models/{asked.get('organization') or 'user'}/{asked['name']}"
+        if what == "delete":
+            return _json({}) if self.repos.pop(name, None) else _error(404, "RepoNotFound", "")
+        if name in self.repos:
+            return _error(409, "", "You already created this model repo")
+        folder = Path(self._root.name) / f"new{len(self.repos)}"
+        folder.mkdir()
+        (folder / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+        is_private = asked.get("private") or asked.get("visibility") == "private"  # by version
+        readers = frozenset({token}) if is_private else None
+        self.add(name.removeprefix("models/"), folder, readers=readers)
+        return _json({"url": f"{self.hub.url}/{name.removeprefix('models/')}"})
+
+    def _commit(self, repo: Repo, name: str, revision: str, body: bytes) -> Reply:
+        lines = [json.loads(line) for line in body.splitlines()]
+        header = lines.pop(0)["value"]
+        head = repo.refs[revision]
+        if header.get("parentCommit", head) != head:
+            return _error(412, "", "A commit has happened since. Please refresh and try again.")
+        folder = Path(self._root.name) / f"commit{len(repo.commits)}-{len(self.repos)}"
+        shutil.copytree(repo.commits[head], folder)
+        for line in lines:
+            value = line["value"]
+            path = folder / value["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if line["key"] == "deletedFile":
+                path.unlink()
+            elif line["key"] == "file":
+                path.write_bytes(base64.b64decode(value["content"]))
+            elif value["oid"] not in self.uploads:
+                return _error(400, "", f"LFS pointer to a file that does not exist: {path.name}")
+            else:
+                path.write_bytes(self.uploads[value["oid"]])
+        commit = hashlib.sha1(body).hexdigest()
+        repo.commits[commit] = folder
+        repo.refs[revision] = commit
+        url = f"{self.hub.url}/{name.removeprefix('models/')}/commit/{commit}"
+        return _json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
 
     def _answer_hub(self, request: Request) -> Reply:
+        if written := _WRITE.fullmatch(request.path):
+            return self._answer_write(request, written)
         match = _API.fullmatch(request.path) or _RESOLVE.fullmatch(request.path)
         if match is None:
             return Reply(404, {})
@@ -134,6 +240,10 @@ class Hub:
         self._signatures[signature] -= 1
         digest = request.path.removeprefix("/blobs/")
         return serve_range(request, self._blobs[digest], {"ETag": f'"{digest[:32]}"'})
+
+
+def _json(body: object) -> Reply:
+    return Reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
 
 def _error(status: int, code: str, message: str) -> Reply:

@@ -1,0 +1,207 @@
+"""Saves to the hub: written to a local folder, uploaded by all processes, shown by one commit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+
+from orbax_safetensors_layout.errors import StorageError
+
+from .base import NewFolder, Rank, Storage, join
+from .local import LocalStorage
+
+_SENT = "orbax_safetensors_layout.uploads"  # of a process, by its number: what it has uploaded
+_MESSAGE = "Save with orbax_safetensors_layout"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+T = TypeVar("T")
+
+
+class HubUpload(NewFolder):
+    """A save to a repository, which shows all of it in one commit, or nothing.
+
+    `folder` is in the system's temporary folder, by the target's name, so that all processes of a
+    host find it; on several hosts TMPDIR has to name one that all see. Each process uploads its
+    share of the files; then the first commits them, if the branch is still where it was.
+    """
+
+    def __init__(self, target: str, hub: Repository, rank: Rank) -> None:
+        self.target = target
+        self.storage: Storage = LocalStorage()
+        name = hashlib.sha256(f"{hub.endpoint} {target}".encode()).hexdigest()[:16]
+        self._parent = os.path.join(
+            tempfile.gettempdir(), f"orbax_safetensors_layout-{os.getuid()}"
+        )
+        staged = os.path.join(self._parent, name)
+        self._local = self.storage.new_folder(staged, overwrite=True, rank=rank, scratch=())
+        self.folder = self._local.folder
+        self._hub = hub
+        self._rank = rank
+        self._undo: list[Callable[[], object]] = []
+
+    def begin(self) -> None:
+        os.makedirs(self._parent, mode=0o700, exist_ok=True)
+        owned = os.lstat(self._parent)
+        if not stat.S_ISDIR(owned.st_mode) or owned.st_uid != os.getuid() or owned.st_mode & 0o022:
+            raise StorageError(
+                "the folder for files that wait to be uploaded may be changed by others",
+                file=self._parent,
+                expected="a folder that this user alone writes to",
+                hint="Remove it, or set TMPDIR.",
+            )
+        self._local.begin()
+        self._hub.ensure(self._undo)
+
+    def prepare(self) -> None:
+        self._local.prepare()
+
+    def send(self, process_index: int, process_count: int) -> None:
+        names = [name for name in self._names() if name.endswith(".safetensors")]
+        sent = {}
+        for name in names[process_index::process_count]:
+            file = join(self.folder, name)
+            operation = CommitOperationAdd(self._hub.within(join(self.target, name)), file)
+            self._hub.upload(operation)
+            if operation._is_uploaded:
+                info = operation.upload_info
+                sent[name] = (info.sha256.hex(), info.size)
+        with open(join(self.folder, f"{_SENT}.{process_index}"), "w") as notes:
+            json.dump(sent, notes)
+
+    def commit(self) -> None:
+        sent: dict[str, tuple[str, int]] = {}
+        for name in self._names(notes=True):
+            with open(join(self.folder, name)) as notes:
+                sent |= json.load(notes)
+        operations: list[Any] = []
+        names = self._names()
+        for name in names:
+            path = self._hub.within(join(self.target, name))
+            operation = CommitOperationAdd(path, b"" if name in sent else join(self.folder, name))
+            if name in sent:  # the library has no public way to commit what another process sent
+                digest, operation.upload_info.size = sent[name]
+                operation.upload_info.sha256 = bytes.fromhex(digest)
+                operation._upload_mode, operation._is_uploaded = "lfs", True
+            operations.append(operation)
+        for name in self._hub.list(self.target):
+            if self._rank(name) is not None and name not in names:
+                path = self._hub.within(join(self.target, name))
+                operations.append(CommitOperationDelete(path))
+        self._hub.commit(operations)
+        self._undo.clear()
+
+    def end(self) -> None:
+        for undo in reversed(self._undo):
+            with contextlib.suppress(Exception):  # the first error is raised
+                undo()
+        self._local.end()
+        self.storage.close()
+
+    def _names(self, *, notes: bool = False) -> list[str]:
+        names = []
+        for root, _, files in os.walk(self.folder):
+            inside = os.path.relpath(root, self.folder)
+            names += [os.path.normpath(os.path.join(inside, name)) for name in files]
+        return sorted(name for name in names if name.startswith(_SENT) == notes)
+
+
+class Repository:
+    """A repository and a branch that are written to; errors are those of `explained`."""
+
+    def __init__(
+        self,
+        repo_id: str,
+        repo_type: str,
+        revision: str | None,
+        endpoint: str,
+        *,
+        within: Callable[[str], str],
+        list_files: Callable[[str], list[str]],
+        head: Callable[[], str],
+        asked: Callable[[Callable[[], Any], str], Any],
+    ) -> None:
+        self.endpoint = endpoint
+        self.within = within
+        self.list = list_files
+        self._head = head
+        self._asked = asked
+        self._revision = revision
+        self._api = HfApi(endpoint=endpoint, library_name="orbax-safetensors-layout")
+        self._of: dict[str, Any] = {"repo_id": repo_id, "repo_type": repo_type}
+
+    def ensure(self, undo: list[Callable[[], object]]) -> None:
+        """Makes the repository, private, and the branch if they do not exist; notes how to undo."""
+        repo_id = self._of["repo_id"]
+        if "/" not in repo_id or _COMMIT.fullmatch(self._revision or ""):
+            raise StorageError(
+                "cannot save there",
+                file=repo_id,
+                expected="hf://org/name[@branch][/folder]",
+                found=f"{repo_id}@{self._revision}" if self._revision else repo_id,
+            )
+        api, branch = self._api, self._revision
+        if not self._call(lambda: api.repo_exists(**self._of), "looking for the repository"):
+            create = functools.partial(api.create_repo, **self._of, private=True, exist_ok=True)
+            self._call(create, "creating the repository")
+            undo.append(functools.partial(api.delete_repo, **self._of, missing_ok=True))
+        if branch and not branch.startswith("refs/"):
+            exists = functools.partial(api.revision_exists, **self._of, revision=branch)
+            if not self._call(exists, "looking for the branch"):
+                begin = functools.partial(api.create_branch, **self._of, branch=branch)
+                self._call(begin, "creating the branch")
+                undo.append(functools.partial(api.delete_branch, **self._of, branch=branch))
+
+    def upload(self, operation: CommitOperationAdd) -> None:
+        """Uploads a file by Xet or LFS, as the library chooses; one of git goes with the commit."""
+        with _quiet():
+            send = functools.partial(
+                self._api.preupload_lfs_files,
+                **self._of,
+                additions=[operation],
+                revision=self._revision,
+            )
+            self._call(send, f"uploading {operation.path_in_repo}")
+
+    def commit(self, operations: list[Any]) -> None:
+        """Commits, if nobody else has since the repository was first looked at."""
+        with _quiet():
+            create = functools.partial(
+                self._api.create_commit,
+                **self._of,
+                operations=operations,
+                commit_message=_MESSAGE,
+                revision=self._revision,
+                parent_commit=self._head() or None,
+            )
+            self._call(create, "committing")
+
+    def _call(self, call: Callable[[], T], doing: str) -> T:
+        result: T = self._asked(call, doing)
+        return result
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the library's bars away: saves have their own."""
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

@@ -1,0 +1,195 @@
+"""Saves to the hub: every process uploads, one commit shows all, a failure leaves nothing."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import safetensors.numpy
+from programs import run_processes
+from remote_checks import TOKEN, assert_no_secret, shown
+
+import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli import main
+
+TREE = {f"layer.{n}.weight": np.arange(4000.0, dtype=np.float32) + n for n in range(6)}
+OPTIONS = osl.WriteOptions(max_file_bytes=40_000, timeout_seconds=60)
+NAME = "org/model"
+
+
+# The library gives its client bytes as data.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def writer(hub, monkeypatch, tmp_path):
+    """A token that may write; files are sent by LFS, as no server for Xet is to be had."""
+    hub.writers.add(TOKEN)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    # What huggingface_hub 1.0 made of HF_ENDPOINT when it was imported.
+    template = "{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.hub.url)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.hub.url}/{template}"
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def files(hub, revision="main"):
+    repo = hub.repo(f"models/{NAME}")
+    folder = repo.commits[repo.refs[revision]]
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def commits(hub):
+    return [r for r, status in hub.hub.log if "/commit/" in r.path and status == 200]
+
+
+def nothing_is_left(tmp_path):
+    return not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def tensors(found):
+    loaded = [safetensors.numpy.load(d) for n, d in found.items() if n.endswith(".safetensors")]
+    return {name: value for file in loaded for name, value in file.items()}
+
+
+def test_a_new_repository_is_private_and_gets_one_commit(hub, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"a": 1}')
+    options = osl.WriteOptions(model=model, max_file_bytes=40_000, card={"license": "mit"})
+    osl.save(f"hf://{NAME}", TREE, options=options)
+    assert hub.repo(f"models/{NAME}").readers == {TOKEN}
+    found = files(hub)
+    assert found["config.json"] == b'{"a": 1}'
+    assert b"license" in found["README.md"]
+    assert set(json.loads(found["model.safetensors.index.json"])["weight_map"]) == TREE.keys()
+    values = tensors(found)
+    assert all(np.array_equal(values[name], TREE[name]) for name in TREE)
+    assert len(commits(hub)) == 1
+    loaded = osl.load(f"hf://{NAME}")
+    assert all(np.array_equal(loaded[name], TREE[name]) for name in TREE)
+    (model / "config.json").unlink()
+    model.rmdir()
+    assert nothing_is_left(tmp_path)
+
+
+def test_a_branch_and_a_folder(hub):
+    osl.save(f"hf://{NAME}", TREE)
+    osl.save(f"hf://{NAME}@trial/inner", {"w": np.ones(3)})
+    assert "inner/model.safetensors" in files(hub, "trial")
+    assert "inner/model.safetensors" not in files(hub)
+    assert np.array_equal(osl.load(f"hf://{NAME}@trial/inner")["w"], np.ones(3))
+
+
+def test_an_overwrite_replaces_all_that_belongs_to_the_checkpoint(hub):
+    osl.save(f"hf://{NAME}", TREE, options=OPTIONS)
+    with pytest.raises(osl.CheckpointExistsError):
+        osl.save(f"hf://{NAME}", {"w": np.ones(3)})
+    osl.save(f"hf://{NAME}", {"w": np.ones(3)}, overwrite=True)
+    expected = {".gitattributes", "model.safetensors", "orbax_safetensors_layout.json"}
+    assert files(hub).keys() == expected
+    assert len(commits(hub)) == 2
+
+
+@pytest.mark.parametrize("part", ["/preupload/", "/lfs/", "/uploads/", "/commit/"])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_failure_leaves_nothing(hub, tmp_path, part, is_new):
+    if not is_new:
+        osl.save(f"hf://{NAME}", {"w": np.ones(3)})
+    before = None if is_new else files(hub)
+    hub.hub.faults = lambda request: "403" if part in request.path else None
+    with pytest.raises(osl.StorageError) as caught:
+        osl.save(f"hf://{NAME}", TREE, overwrite=True, options=OPTIONS)
+    assert_no_secret(shown(caught.value))
+    hub.hub.faults = lambda request: None
+    if is_new:
+        assert hub.repo(f"models/{NAME}") is None
+    elif part != "/commit/":  # whose reply alone was lost
+        assert files(hub) == before
+    assert nothing_is_left(tmp_path)
+
+
+def test_somebody_else_commits_meanwhile(hub):
+    osl.save(f"hf://{NAME}", {"w": np.ones(3)})
+    other = Path(tempfile.mkdtemp())
+    (other / "note.txt").write_text("theirs")
+
+    def commit(request):
+        if "/preupload/" in request.path:
+            hub.add(NAME, other)
+        return None
+
+    hub.hub.faults = commit
+    with pytest.raises(osl.StorageError, match="412"):
+        osl.save(f"hf://{NAME}", TREE, overwrite=True)
+    hub.hub.faults = lambda request: None
+    assert files(hub) == {"note.txt": b"theirs"}
+
+
+def test_who_may_not_write(hub, monkeypatch):
+    osl.save(f"hf://{NAME}", {"w": np.ones(3)})
+    hub.writers.clear()
+    with pytest.raises(osl.StorageError, match="write to it") as caught:
+        osl.save(f"hf://{NAME}", TREE, overwrite=True)
+    assert_no_secret(shown(caught.value))
+    assert files(hub).keys() >= {"model.safetensors"}
+    with pytest.raises(osl.StorageError, match="org/name"):
+        osl.save("hf://model", TREE)
+    with pytest.raises(osl.StorageError, match="org/name"):
+        osl.save(f"hf://{NAME}@{'0' * 40}", TREE)
+
+
+def test_a_temporary_folder_of_others_is_refused(hub, tmp_path):
+    folder = tmp_path / f"orbax_safetensors_layout-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(osl.StorageError, match="may be changed by others"):
+        osl.save(f"hf://{NAME}", TREE)
+    assert hub.repo(f"models/{NAME}") is None
+
+
+def test_processes_upload_their_own_files(hub, tmp_path):
+    results = run_processes(
+        "hub_save.py",
+        processes=2,
+        devices=2,
+        endpoint=hub.hub.url,
+        token=TOKEN,
+        temporary=str(tmp_path),
+        path=f"hf://{NAME}",
+    )
+    assert results == [2, 1], "each sent its share of the files"
+    assert len(commits(hub)) == 1
+    values = tensors(files(hub))
+    assert len(values) == 6
+    assert all(np.array_equal(v, np.arange(64.0).reshape(8, 8)) for v in values.values())
+    assert nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("source_kind", ["orbax", "sharded"])
+def test_a_conversion_ends_on_the_hub(hub, tmp_path, source_kind):
+    osl.save(tmp_path / "pieces", TREE, options=osl.WriteOptions(layout="sharded"))
+    source = tmp_path / "pieces"
+    if source_kind == "orbax":
+        source = tmp_path / "orbax"
+        osl.convert(tmp_path / "pieces", source, format="orbax")
+    assert osl.convert(source, f"hf://{NAME}").path == f"hf://{NAME}"
+    assert len(commits(hub)) == 1
+    loaded = osl.load(f"hf://{NAME}")
+    assert all(np.array_equal(loaded[name], TREE[name]) for name in TREE)
+    with pytest.raises(osl.CheckpointExistsError):
+        osl.convert(source, f"hf://{NAME}")
+    assert main(["convert", str(source), f"hf://{NAME}", "--overwrite"]) == 0
+    assert not [*tmp_path.glob("orbax_safetensors_layout-*/*")]
+
+
+def test_buckets_of_the_hub_are_not_repositories():
+    with pytest.raises(osl.StorageError, match="cannot open the path"):
+        osl.save("hf://buckets/org/name", TREE)
