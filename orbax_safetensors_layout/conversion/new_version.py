@@ -198,7 +198,7 @@ def _publish_differences(
     options: WriteOptions,
 ) -> None:
     """Compares tensors with those of the version before, and writes those that differ."""
-    storage, kind = versions.storage, DifferenceFormat(before, "xor", CHECKSUM)
+    kind = DifferenceFormat(before, "xor", CHECKSUM)
     owners = _owners(tensors, group.process_count)
     changed: dict[str, _Changed] = {}
     entries = catalog.all_entries()
@@ -213,9 +213,9 @@ def _publish_differences(
             changed[name] = _Changed(data, checksum(kind.checksum, new))
 
     with commit_when_complete(
-        storage, versions.path(before + 1), group=group, overwrite=False, sidecar_files={}
+        versions.storage, versions.path(before + 1), group=group, overwrite=False, sidecar_files={}
     ) as place:
-        folder = place.folder
+        storage, folder = place.storage, place.folder
         with (
             group.together("comparing tensors"),
             Workers(options.writers, "safetensors-publish", storage.interrupt) as workers,

@@ -147,8 +147,11 @@ class PublishedVersions:
 
     def numbers(self) -> list[int]:
         """Return the complete versions, in order: an index is what appears last."""
-        folders = map(folder_version, self.storage.folders(self.folder))
-        numbers = sorted(number for number in folders if number is not None)
+        try:
+            names = self.storage.folders(self.folder)
+        except CheckpointNotFoundError:  # a repository that is yet to be made
+            return []
+        numbers = sorted(n for n in map(folder_version, names) if n is not None)
         return [n for n in numbers if self.storage.is_file(join(self.path(n), MAIN_INDEX))]
 
     def newest(self, version: int | None = None) -> int:
