@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the screens of the command line in the documentation, and its picture.
 
-    python docs/screens.py            rewrites README.md, docs/command_line.md and docs/reads.png
+    python docs/screens.py            rewrites docs/command_line.md and docs/reads.png
     python docs/screens.py --check    says whether the screens are what the tool prints now
 
 The checkpoint is of the size of Llama-3.1-405B: an index, real headers and holes, which take no
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "command_line.md")
+PAGES = (REPOSITORY / "docs" / "command_line.md",)
 PICTURE = REPOSITORY / "docs" / "reads.png"
 PROGRAM = "orbax-safetensors"
 

@@ -16,7 +16,9 @@ from programs import REPOSITORY
 import orbax_safetensors_layout as osl
 
 README = REPOSITORY / "README.md"
-PAGES = (README, *sorted((REPOSITORY / "docs").glob("*.md")))
+DOCS = REPOSITORY / "docs"
+FIRST = (README, DOCS / "load.md", DOCS / "training.md")  # whose names the other pages use
+PAGES = (*FIRST, *sorted({*DOCS.glob("*.md")}.difference(FIRST)))
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 EVERYTHING = "\n".join(TEXTS.values())
 CONFIG = {
