@@ -180,12 +180,12 @@ def _write_version(catalog: Catalog, number: int, folder: str) -> None:
             found=f"layout {catalog.layout!r}",
             hint="Put the tensors together first, with osl.consolidate.",
         )
-    files: dict[str, list[NewTensor]] = {os.path.basename(file): [] for file in catalog.files}
+    root = os.path.dirname(catalog.path) if catalog.files == (catalog.path,) else catalog.path
+    names = {file: file.removeprefix(f"{root.rstrip('/')}/") for file in catalog.files}
+    files: dict[str, list[NewTensor]] = {name: [] for name in names.values()}
     for entry in catalog.all_entries().values():
-        tensor = NewTensor(entry.name, entry.dtype, entry.shape)
-        files[os.path.basename(entry.file)].append(tensor)
-    source = catalog.path if catalog.files != (catalog.path,) else os.path.dirname(catalog.path)
-    sidecar_files = read_sidecar_files(source, storage=catalog.storage)
+        files[names[entry.file]].append(NewTensor(entry.name, entry.dtype, entry.shape))
+    sidecar_files = read_sidecar_files(root, storage=catalog.storage)
     metadata = {"version": version_text(number)}
     with (
         LocalStorage() as storage,
@@ -203,8 +203,8 @@ def _write_version(catalog: Catalog, number: int, folder: str) -> None:
         with Workers(_THREADS, "safetensors-pull", catalog.storage.interrupt) as workers:
             for file in catalog.files:
                 size = catalog.storage.size(file)
-                name = os.path.basename(file)
-                with new_file(storage, join(new, name), size, durable=True) as writer:
+                storage.make_folder(os.path.dirname(join(new, names[file])))
+                with new_file(storage, join(new, names[file]), size, durable=True) as writer:
                     for start in range(0, size, _BLOCK_BYTES):
                         stop = min(start + _BLOCK_BYTES, size)
                         workers.submit(_copy, catalog, file, start, stop, writer)

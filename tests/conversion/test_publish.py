@@ -208,6 +208,29 @@ def test_a_mapped_model_follows_the_one_that_training_began_with(tmp_path, path,
         assert read_version(tmp_path, 0, tmp_path / "own") == values[number]
 
 
+@pytest.mark.parametrize("kind", ["one file", "folders"])
+def test_files_of_a_model_keep_their_places(tmp_path, kind):
+    tree = model()
+    values = {name: np.asarray(value) for name, value in tree.items()}
+    if kind == "one file":
+        base = save(tmp_path / "model", values) / "model.safetensors"
+    else:
+        base = tmp_path / "model"
+        weight_map = {name: f"{n % 2}/part.safetensors" for n, name in enumerate(values)}
+        for n in "01":
+            (base / n).mkdir(parents=True)
+            part = {name: v for name, v in values.items() if weight_map[name][0] == n}
+            safetensors.numpy.save_file(part, base / n / "part.safetensors")
+        (base / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    tree = changed(tree, 1)
+    osl.publish(tmp_path / "all", tree, base=base)
+    osl.pull(tmp_path / "all", tmp_path / "own", base=base)
+    loaded = {name: osl.load(tmp_path / "own", only=name)[name] for name in tree}
+    assert as_bytes(loaded) == as_bytes(tree)
+    if kind == "folders":
+        assert (tmp_path / "own/1/part.safetensors").exists()
+
+
 def test_side_files_come_with_a_whole_version(tmp_path):
     source = tmp_path / "model"
     source.mkdir()
