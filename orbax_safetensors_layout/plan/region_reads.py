@@ -63,14 +63,21 @@ class RegionReads:
     def __init__(self, regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> None:
         self.regions = regions
         self.plans = _plan_regions(regions, memory_budget_bytes)  # for each how it is read
-        by_likeness: dict[object, list[int]] = {}
+        self.firsts: list[int] = []  # numbers of regions that are read
+        self._equal: dict[
+            int, list[int]
+        ] = {}  # of more than one with the same values, by the first
+        first_of: dict[object, int] = {}
         for number, (region, plan) in enumerate(zip(regions, self.plans, strict=True)):
-            by_likeness.setdefault(_likeness(region, plan) or number, []).append(number)
-        # Numbers of regions with the same values, as of tied leaves, by the one that is read.
-        self.equal = {numbers[0]: numbers for numbers in by_likeness.values()}
+            likeness = _likeness(region, plan)
+            first = number if likeness is None else first_of.setdefault(likeness, number)
+            if first == number:
+                self.firsts.append(number)
+            else:
+                self._equal.setdefault(first, [first]).append(number)
         self.reads: list[LeafRead] = []
         self.purposes: list[ReadPurpose] = []  # of each read
-        for number in self.equal:
+        for number in self.firsts:
             plan = self.plans[number]
             if plan.read is not None:
                 self.reads.append(plan.read)
@@ -81,6 +88,10 @@ class RegionReads:
                 first = len(self.reads)
                 self.reads += [read._replace(block=first, into=array) for read in block.inputs]
                 self.purposes += [ReadPurpose(number, at, n) for n in range(len(block.inputs))]
+
+    def equal(self, first: int) -> Sequence[int]:
+        """Return the numbers of regions with the values of one that is read, as of tied leaves."""
+        return self._equal.get(first, (first,))
 
     @property
     def needed_bytes(self) -> int:

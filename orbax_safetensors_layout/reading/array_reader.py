@@ -115,13 +115,13 @@ class _Materializer:
         self._arrays: dict[tuple[int, int], dict[int, np.ndarray]] = {}
 
     def complete_unread(self) -> None:
-        for number in self._reads.equal:
+        for number in self._reads.firsts:
             plan = self._reads.plans[number]
             for block in plan.blocks:
                 if not block.inputs:
                     self._compose(number, block, {})
             if plan.read is None and not plan.blocks:
-                self._take(self._reads.equal[number], [], [])
+                self._take(self._reads.equal(number), [], [])
 
     def convert(self, number: int, values: np.ndarray, out: np.ndarray) -> None:
         """Puts stored values of a read in their place, in the dtype of the region."""
@@ -138,7 +138,7 @@ class _Materializer:
             if self._check_values:
                 region = self._reads.regions[region_number]
                 check_booleans(parts, region.source.file, region.name)
-            return self._take(self._reads.equal[region_number], boxes, parts)
+            return self._take(self._reads.equal(region_number), boxes, parts)
         block = self._reads.plans[region_number].blocks[block_number]
         arrays = self._arrays.setdefault((region_number, block_number), {})
         (arrays[input_number],) = parts
@@ -179,7 +179,7 @@ class _Materializer:
         if self._blocks_left[number]:
             return None
         del self._boxes[number]
-        return self._take(self._reads.equal[number], [*boxes], [*boxes.values()])
+        return self._take(self._reads.equal(number), [*boxes], [*boxes.values()])
 
 
 def _of_view(values: np.ndarray, read: LeafRead, view: AffineView) -> np.ndarray:
