@@ -121,8 +121,8 @@ class RangeCache:
                 if error.errno in _FULL:
                     self._stop(error)
                     return
-                # Another process may have just removed it.
-                if not (attempts_left and isinstance(error, FileNotFoundError)):
+                # Another process may have just removed it, or remove it while it is looked at.
+                if not (attempts_left and isinstance(error, FileNotFoundError | FileExistsError)):
                     raise StorageError(
                         "cannot write to the cache folder",
                         file=folder.path,
