@@ -63,7 +63,7 @@ class RegionReads:
     def __init__(self, regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> None:
         self.regions = regions
         self.plans = _plan_regions(regions, memory_budget_bytes)  # for each how it is read
-        self.firsts: list[int] = []  # numbers of regions that are read
+        self.read_numbers: list[int] = []  # numbers of regions that are read
         self._equal: dict[
             int, list[int]
         ] = {}  # of more than one with the same values, by the first
@@ -72,12 +72,12 @@ class RegionReads:
             likeness = _likeness(region, plan)
             first = number if likeness is None else first_of.setdefault(likeness, number)
             if first == number:
-                self.firsts.append(number)
+                self.read_numbers.append(number)
             else:
                 self._equal.setdefault(first, [first]).append(number)
         self.reads: list[LeafRead] = []
         self.purposes: list[ReadPurpose] = []  # of each read
-        for number in self.firsts:
+        for number in self.read_numbers:
             plan = self.plans[number]
             if plan.read is not None:
                 self.reads.append(plan.read)

@@ -115,7 +115,7 @@ class _Materializer:
         self._arrays: dict[tuple[int, int], dict[int, np.ndarray]] = {}
 
     def complete_unread(self) -> None:
-        for number in self._reads.firsts:
+        for number in self._reads.read_numbers:
             plan = self._reads.plans[number]
             for block in plan.blocks:
                 if not block.inputs:

@@ -150,9 +150,21 @@ def renamed(expr, names):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_random_mappings_against_loads_and_saves(data, tmp_path_factory):
+    compare_with_files(data, tmp_path_factory)
+
+
+@pytest.mark.soak
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_many_random_mappings_against_loads_and_saves(data, tmp_path_factory):
+    compare_with_files(data, tmp_path_factory)
+
+
+def compare_with_files(data, tmp_path_factory):
+    """Compares what a random mapping makes of arrays in memory with a load and a save of files."""
     mapping, tensors = data.draw(mappings())
     folder = save(tmp_path_factory.mktemp("random"), tensors)
     facts = mapping.leaf_facts(folder)

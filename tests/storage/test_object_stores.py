@@ -434,7 +434,7 @@ def test_objects_too_large_for_one_copy_go_through_the_process(place, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_save_between_any_two_steps_of_another_one(place, monkeypatch, every):
     """One program stops before one of its requests, and another saves there meanwhile."""
     options = osl.WriteOptions(max_file_bytes=1, concurrency=1)
