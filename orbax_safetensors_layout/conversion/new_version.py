@@ -44,7 +44,6 @@ from orbax_safetensors_layout.storage import (
     join,
     new_file,
     open_storage,
-    read_range,
     write_file,
 )
 from orbax_safetensors_layout.writing import commit_when_complete
@@ -205,9 +204,9 @@ def _publish_differences(
 
     def compare(name: str, new: np.ndarray) -> None:
         entry = entries[name]
-        old = np.frombuffer(
-            read_range(catalog.storage, entry.file, entry.start, entry.nbytes), np.uint8
-        )
+        old = np.empty(entry.nbytes, np.uint8)
+        if entry.nbytes:
+            catalog.storage.read_into(entry.file, entry.start, [old.data])
         data = encoded_difference(old, new)
         if data is not None:
             changed[name] = _Changed(data, checksum(kind.checksum, new))
@@ -220,12 +219,21 @@ def _publish_differences(
             group.together("comparing tensors"),
             Workers(options.writers, "safetensors-publish", storage.interrupt) as workers,
         ):
+            error: Exception | None = None
             for members in values:
                 for name, value in members.items():
                     host = _on_host(value)
-                    if owners[name] == group.process_index:
-                        new = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+                    if owners[name] != group.process_index or error is not None:
+                        continue
+                    new = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+                    try:
                         workers.submit(compare, name, new)
+                    except Exception as problem:
+                        if group.process_count == 1:
+                            raise
+                        error = problem  # the others wait for this process in the next gathers
+            if error is not None:
+                raise error
             workers.join()
         with group.together("writing differences"):
             number = f"{group.process_index + 1:05}-of-{group.process_count:05}"

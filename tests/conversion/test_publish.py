@@ -486,3 +486,13 @@ def test_processes_publish_and_pull_together(tmp_path, path, tensors, processes,
         assert {name: zlib.crc32(data) for name, data in values.items()} == expected
     files = sorted(file.name for file in (tmp_path / "all/weight_v000002").glob("*.safetensors"))
     assert files == [f"model-{n:05}-of-{processes:05}.safetensors" for n in range(1, processes + 1)]
+
+
+def test_one_process_that_fails_fails_all(tmp_path, path):  # noqa: F811
+    results = run_processes(
+        "publish_fails.py", processes=2, devices=2, source=str(path), target=str(tmp_path / "all")
+    )
+    assert "OSError: the disk is gone" in results[1][0]
+    assert "PeerError: process 1 failed while comparing tensors" in results[0][0]
+    assert all(seconds < 60 for _, seconds in results)
+    assert sorted(file.name for file in (tmp_path / "all").iterdir()) == ["weight_v000001"]
