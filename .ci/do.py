@@ -5,6 +5,7 @@ python3 .ci/do.py quickstart [PATH]      install, run examples/quickstart.py
 python3 .ci/do.py test [PYTEST ARGS]     install, run the whole test suite
 python3 .ci/do.py test-oldest [...]      the same with the oldest supported dependencies
 python3 .ci/do.py lint                   install, run ruff and mypy
+python3 .ci/do.py docs                   install, build the site into `site/`
 python3 .ci/do.py beside                 resolve an installation beside Tunix, and beside MaxText
 
 The environments are in `.venv` and `.venv-oldest` beside this folder (with OSL_VENV=path in
@@ -66,6 +67,7 @@ TASKS = {
         "dev",
         (("-m", "ruff", "check"), ("-m", "ruff", "format", "--check"), ("-m", "mypy")),
     ),
+    "docs": Task("docs", (("-m", "mkdocs", "--quiet", "build", "--strict"),)),
 }
 
 
@@ -73,8 +75,8 @@ def clean_environment() -> dict[str, str]:
     """The caller's environment without what would mix foreign packages into ours."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    pip = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    return kept | pip
+    quiet = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "NO_MKDOCS_2_WARNING": "1"}
+    return kept | quiet
 
 
 def run(*command: str | Path, quiet: bool = False) -> int:

@@ -91,7 +91,7 @@ def render(report: Report) -> str:
     for case in dict.fromkeys(row.case for row in report.rows):
         rows = {row: cells for row, cells in report.rows.items() if row.case == case}
         lines += [f"### {case}: {CASES[case].about}", "", *_table(rows), ""]
-    lines += ["### Promises", "", *promises(_verdicts(report))]
+    lines += ["### Promises", "", *promises(_verdicts(report), report.scale)]
     return "\n".join(lines) + "\n"
 
 

@@ -102,7 +102,7 @@ def render(report: Report) -> str:
         for row, cells in report.rows.items()
         for who, cell in cells.items()
     ]
-    lines = [*heading(report), *table(head, body), "", *promises(_verdicts(report))]
+    lines = [*heading(report), *table(head, body), "", *promises(_verdicts(report), report.scale)]
     return "\n".join(lines) + "\n"
 
 

@@ -47,7 +47,7 @@ def render(report: Report) -> str:
         rows = {row: cells for row, cells in report.rows.items() if row.case == case}
         lines += [f"### {case}: {CASES[case].about}", "", *_seconds(rows), "", *_ratios(rows), ""]
         lines += [*_details(rows), ""]
-    lines += ["### Floors", "", *promises(verdicts(report))]
+    lines += ["### Floors", "", *promises(verdicts(report), report.scale)]
     return "\n".join(lines) + "\n"
 
 

@@ -19,7 +19,7 @@ def render(report: Report) -> str:
     for case in dict.fromkeys(row.case for row in report.rows):
         rows = {row: cells for row, cells in report.rows.items() if row.case == case}
         lines += [f"### {case}: {CASES[case].about}", "", *_seconds(rows), "", *_details(rows), ""]
-    lines += ["### Floors", "", *promises(verdicts(report))]
+    lines += ["### Floors", "", *promises(verdicts(report), report.scale)]
     return "\n".join(lines) + "\n"
 
 
@@ -123,8 +123,10 @@ def ratio_text(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}x"
 
 
-def promises(found: Iterable[Verdict]) -> Iterator[str]:
-    """Which promises were kept."""
+def promises(found: Iterable[Verdict], scale: float = 1.0) -> Iterator[str]:
+    """Which promises were kept; at other sizes than the promised ones none is."""
+    if scale != 1.0:
+        return iter(["Of full sizes alone: without --quick and --scale.", ""])
     words = {True: "PASS", False: "**FAIL**", None: "?"}
     return table(
         ["", "promise", "found"],

@@ -23,6 +23,7 @@ import json
 import math
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,7 +70,7 @@ def show(folder: Path, scratch: Path) -> int:
         "v0  ocp.CheckpointManager": lambda: restore_step(folder, abstract, scratch / "run"),
     }
     differences: list[str] = []
-    print(f"\n{'restored through':25}  seconds  {'bytes read':>14}  same bits as safetensors reads")
+    print(f"\n{'restored through':25}  seconds  {'bytes read':>14}  same bits as safetensors")
     for route, restore in routes.items():
         bytes_read.clear()
         begin = time.perf_counter()
@@ -157,18 +158,13 @@ def restore_step(folder: Path, abstract: Tree, root: Path) -> Tree:
 def print_plan(folder: Path, abstract: Tree) -> None:
     """The plan is made from the headers: nothing has been read yet when this is printed."""
     plan = osl.plan_load(folder, abstract)
-    rows = [("tensor", "shape", "sharding", "bytes needed", "bytes read")]
+    print(f"tensor\n{'    shape':18}  {'sharding':16}  {'bytes needed':>14}  {'bytes read':>14}")
     for name, needed, read in plan.by_tensor():
-        leaf = abstract[name]
-        rows.append((name, f"{list(leaf.shape)}", describe(leaf), f"{needed:,}", f"{read:,}"))
+        shape = f"    {list(abstract[name].shape)}"
+        print(f"{name}\n{shape:18}  {describe(abstract[name]):16}  {needed:14,}  {read:14,}")
     cost = plan.cost()
-    rows.append(("total", "", "", f"{cost.needed_bytes:,}", f"{cost.read_bytes:,}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        left = [text.ljust(width) for text, width in itertools.islice(cells, 3)]
-        print("  ".join([*left, *(text.rjust(width) for text, width in cells)]))
-    print(f"\nPlan: {cost}")
+    print(f"total\n{'':18}  {'':16}  {cost.needed_bytes:14,}  {cost.read_bytes:14,}\n")
+    print(textwrap.fill(f"Plan: {cost}", 80))
 
 
 def describe(leaf: Any) -> str:

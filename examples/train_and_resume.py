@@ -6,7 +6,7 @@
 The training loop is one for Orbax's `CheckpointManager` as its users write it. One line makes its
 checkpoints safetensors: `handler_registry=osl.handler_registry("default")`.
 
-It needs flax, optax and safetensors: `pip install 'orbax-safetensors-layout[examples]'`.
+It needs flax, optax and safetensors: `pip install '.[examples]'`.
 Four virtual CPU devices stand for an accelerator's. The exit status is 0 only if the run that was
 killed and resumed has, bit by bit, the losses and the parameters of a run that was not.
 """

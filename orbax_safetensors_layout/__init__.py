@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from .plan import Cost as Cost, ReadPlan as ReadPlan, WritePlan as WritePlan
     from .save import plan_save as plan_save, save as save
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _NAMES = {
     "adapters": (

@@ -127,10 +127,11 @@ def convert(
         target: The folder to write, on a file system that all processes see; or `hf://org/name`,
             to which it is uploaded in the end from a temporary folder (then nothing is continued).
         format: `"hf"`, `"sharded"` or `"orbax"`; by default `"orbax"` for a Hugging Face source
-            and `"hf"` for others.
+            and `"hf"` for others, and for the model's side of the mapping.
         mapping: What a model's leaves are made of, as for `load`.
         inverse: Whether the source is the model's side of the mapping; by default where the format
-            is `"hf"` and the source is not.
+            is `"hf"` and the source is not, or is a tree that this package saved (a run's step) and
+            has no tensor that the mapping takes.
         dequantize: In place of a mapping, the dtype that quantised weights are decoded to; see
             `dequantized`. What a `config.json` says of their quantisation is then left out.
         quantize: An `osl.Quantization`: the weights of format `"hf"` that are written quantised,
@@ -163,7 +164,7 @@ def convert(
         StorageError: A read or write failed.
         PeerError: Another process failed.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np, safetensors.numpy
         >>> folder = tempfile.mkdtemp()
         >>> weights = {"layer.weight": np.arange(8.0, dtype=np.float32).reshape(4, 2)}
@@ -188,15 +189,18 @@ def convert(
         )
         reader = open_reader(ref, dataclasses.replace(reading, verify=True))
         stack.callback(reader.close)
-        kind = format or ("orbax" if reader.kind == "hf" else "hf")
+        tree = rerooted(reader.tree, subtree)
+        arrays = arrays_of(tree)
+        source_kind = reader.kind
+        if source_kind == "hf" and mapping is not None and inverse is None:
+            inverse = reader.is_recorded and not mapping.leaf_names(arrays)
+        kind = format or ("orbax" if source_kind == "hf" and not inverse else "hf")
         folder, is_remote = _target_folder(target, group, stack, overwrite=overwrite)
         overwrite, target_item = overwrite or is_remote, None
         if step is not None and kind == "orbax":  # the target is a step, too
             folder = os.path.join(folder, os.path.basename(ref.step_folder))
             target_item = ref.item or "default"
         _check_apart(ref.path, folder)
-        tree = rerooted(reader.tree, subtree)
-        arrays = arrays_of(tree)
         if not jax.tree.leaves(tree):
             raise CheckpointNotFoundError("the source has no leaves to convert", file=ref.path)
         if quantize is not None and kind != "hf":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -103,7 +103,7 @@ def load(
         PeerError: Another process did not come, loads something else, or failed while they exchange
             what several need; not with `"each"`.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np, safetensors.numpy
         >>> folder = tempfile.mkdtemp()
         >>> tensors = {"layer.weight": np.arange(4.0, dtype=np.float32)}
@@ -134,17 +134,21 @@ class LoadRequest(NamedTuple):
 
 def load_requested(source: Catalog | PathLike, request: LoadRequest) -> Any:
     """Loads from a path, or from a catalog that is open already; closes it in the end."""
+    return begin_requested(source, request)()
+
+
+def begin_requested(source: Catalog | PathLike, request: LoadRequest) -> Callable[[], Any]:
+    """Plans as `load_requested` does, from the headers; returns a function that reads, once."""
     options = request.options
     processes = request.processes(jax.process_count())
     path = source.path if isinstance(source, Catalog) else source
-    with (
-        load_group(path, processes, options) as group,
-        source
-        if isinstance(source, Catalog)
-        else Catalog.open(path, retries=options.retries, cache=options.cache_folder) as catalog,
-        frozen_heap(),
-        _explicit_transfer(),
-    ):
+    with contextlib.ExitStack() as on_error, frozen_heap():
+        group = on_error.enter_context(load_group(path, processes, options))
+        catalog = on_error.enter_context(
+            source
+            if isinstance(source, Catalog)
+            else Catalog.open(path, retries=options.retries, cache=options.cache_folder)
+        )
         storage: RangeReader = catalog.storage
         if options.verify:
             storage = _verifying(catalog)
@@ -153,14 +157,20 @@ def load_requested(source: Catalog | PathLike, request: LoadRequest) -> Any:
         planned = _plan(catalog, storage, request, shards, exchange=exchange, devices=True)
         if jax.process_count() > 1:
             _log_cost(catalog.path, ReadPlan.joined(planned.plans).cost())
-        values, stats = _read(planned, options, group)
-        if isinstance(storage, VerifyingReader):
-            with group.together(_VERIFYING):
-                storage.check(strict=True)
-        if isinstance(catalog.storage, LocalStorage):
-            catalog.storage.check_current()
-    _record(stats)
-    return values
+        opened = on_error.pop_all()
+
+    def read() -> Any:
+        with opened, frozen_heap(), _explicit_transfer():
+            values, stats = _read(planned, options, group)
+            if isinstance(storage, VerifyingReader):
+                with group.together(_VERIFYING):
+                    storage.check(strict=True)
+            if isinstance(catalog.storage, LocalStorage):
+                catalog.storage.check_current()
+        _record(stats)
+        return values
+
+    return read
 
 
 def _log_cost(path: str, cost: Cost) -> None:

@@ -20,6 +20,7 @@ from orbax_safetensors_layout.options import (
     ConvertOptions,
     OnProgress,
     PathLike,
+    ReadOptions,
     WriteOptions,
     given_or_default,
 )
@@ -85,7 +86,7 @@ def save(
         StorageError: A write failed; `path` is unchanged.
         PeerError: Another process failed.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np, safetensors.numpy
         >>> folder = tempfile.mkdtemp()
         >>> save(folder, {"layer": {"weight": np.arange(4.0, dtype=np.float32)}})
@@ -121,7 +122,7 @@ def plan_save(
 
 
 def save_group(
-    path: PathLike, options: WriteOptions | ConvertOptions, purpose: str = "save"
+    path: PathLike, options: WriteOptions | ConvertOptions | ReadOptions, purpose: str = "save"
 ) -> ProcessGroup:
     """Returns the group of this program's processes, which save or convert together.
 

@@ -39,14 +39,18 @@ def run(tmp_path: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
 
 
 def row(output: str, name: str) -> list[str]:
-    """The columns of a line that begins with `name`."""
-    (match,) = (line for line in output.splitlines() if line.startswith(f"{name}  "))
+    """The columns of a line that begins with `name`, or of the next one."""
+    lines = output.splitlines()
+    if name in lines:
+        return re.split(r"\s{2,}", lines[lines.index(name) + 1].strip())
+    (match,) = (line for line in lines if line.startswith(f"{name}  "))
     return re.split(r"\s{2,}", match.removeprefix(name).strip())
 
 
 def check(result: subprocess.CompletedProcess[str], tensors: int, total_bytes: int) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == ""
+    assert max(map(len, result.stdout.splitlines())) <= 80
     assert row(result.stdout, "total") == [f"{total_bytes:,}"] * 2
     for route in ROUTES:
         _, bytes_read, verdict = row(result.stdout, route)

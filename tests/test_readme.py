@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from checkpoints import llama_like, save
 from programs import REPOSITORY
@@ -54,9 +55,13 @@ def script(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory) -> subprocess.CompletedProcess[str]:
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.fixture(scope="module")
+def result(folder) -> subprocess.CompletedProcess[str]:
     """One program: the README's code, and after it that of each page."""
-    folder = tmp_path_factory.mktemp("readme")
     save(folder / "llama", TENSORS, files=3)
     (folder / "llama" / "config.json").write_text(json.dumps(CONFIG))
     for page, text in TEXTS.items():
@@ -85,6 +90,15 @@ def test_what_they_print(result):
     assert f"{total:,} bytes" in result.stdout.splitlines()
     assert "Tensor 'model.nrom.weight' not found" in result.stdout
     assert "100%" in result.stderr
+
+
+def test_the_readme_goes_from_hugging_face_to_a_run_and_back(result, folder):
+    assert sorted(step.name for step in (folder / "run").iterdir()) == ["10", "5"]
+    exported = osl.load(folder / "trained")
+    assert exported.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():  # but for the payloads of NaN, by way of float32
+        assert exported[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(exported[name].astype("f4"), tensor.astype("f4"), name)
 
 
 def test_names_of_the_package_exist():

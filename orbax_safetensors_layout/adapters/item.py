@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
@@ -24,24 +22,24 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.format import MANIFEST
-from orbax_safetensors_layout.load import LoadRequest, load_requested
+from orbax_safetensors_layout.load import LoadRequest, begin_requested
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions
-from orbax_safetensors_layout.pytree import dotted_name
 from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.storage import open_storage, storage_errors
 
 from . import _orbax
 from .background import in_callers_context
 
-_HINT = (
-    "This folder holds safetensors files, not a checkpoint in Orbax's own format: restore it with"
-    " orbax_safetensors_layout (v0: handler_registry=osl.handler_registry(...), v1:"
-    " osl.context(...) or osl.install()), or make Orbax's own of it with osl.convert(...)"
+_HINT = "This folder holds safetensors files, not a checkpoint in Orbax's own format"
+_ADVICE = (
+    f"{_HINT}: restore it with orbax_safetensors_layout, for the item of this folder's name (v0:"
+    " handler_registry=osl.handler_registry(name), v1: osl.context(name) or osl.install()), or make"
+    " Orbax's own of it with osl.convert(...)"
 )
 # Orbax v1 takes a folder for a pytree by this file's presence. What is in it, only Orbax's own
-# handlers read; theirs is then the error "ValueError: '<the hint>' is not a valid KeyType".
-_ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": _HINT}]}}}
+# handlers read; theirs is then the error "ValueError: '<the advice>' is not a valid KeyType".
+_ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": _ADVICE}]}}}
 # A part of what was saved is gone if the manifest is; see `check_remains`.
 _WITH_MANIFEST = _ITEM_METADATA | {MANIFEST: True}
 _POLL_SECONDS = 0.05
@@ -151,37 +149,14 @@ def begin_load(
     options: ReadOptions,
     switch: str | None = None,  # lets the checkpoint hold more than the tree, for an error's hint
 ) -> Callable[[], Any]:
-    """Checks the headers of the tensors asked for; returns a function that loads them."""
+    """Holds the tree against the headers; returns a function that loads it."""
     check_remains(path)
-    request = LoadRequest(abstract, mapping, None, options)
-    catalog = _open_checked(path, request)
-
-    def load() -> Any:
-        try:
-            return load_requested(catalog or path, request)
-        except UnexpectedTensorError as error:
-            if switch is not None:
-                error.hint = f"Pass {switch} to leave them out, or put `...` in their place."
-            raise
-
-    return load
-
-
-def _open_checked(path: PathLike, request: LoadRequest) -> Catalog | None:
-    abstract, mapping, _, options = request
-    if jax.process_index() in request.processes(jax.process_count()) != (0,):
-        return None  # all processes have to learn together that one has failed
-    with contextlib.ExitStack() as on_error:
-        catalog = on_error.enter_context(
-            Catalog.open(path, retries=options.retries, cache=options.cache_folder)
-        )
-        names: Iterable[str] = catalog.names
-        if abstract is not None and mapping is None:
-            paths = jax.tree_util.tree_flatten_with_path(abstract)[0]
-            names = {dotted_name(path) for path, _ in paths}.intersection(names)
-        catalog.entries(names)
-        on_error.pop_all()
-    return catalog
+    try:
+        return begin_requested(path, LoadRequest(abstract, mapping, None, options))
+    except UnexpectedTensorError as error:
+        if switch is not None:
+            error.hint = f"Pass {switch} to leave them out, or put `...` in their place."
+        raise
 
 
 def is_orbax_item(directory: PathLike) -> bool:

@@ -36,7 +36,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     `ocp.Checkpointer`, `ocp.AsyncCheckpointer` and `ocp.CheckpointManager(item_handlers=...)` of
     Orbax v0 take one as their handler; it does what `SafetensorsCheckpointHandler` does.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np, orbax.checkpoint as ocp_v0
         >>> folder = f"{tempfile.mkdtemp()}/checkpoint"
         >>> checkpointer = ocp_v0.Checkpointer(SafetensorsLayout())
@@ -97,7 +97,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         checkpointable_name: str | None = None,
         abstract_state: Any = None,
     ) -> Awaitable[Any]:
-        """Checks the headers of the tensors asked for; loads as `osl.load` when awaited."""
+        """Holds the tree against the headers; loads as `osl.load` when awaited."""
         item_path = await in_background(_locate, path, checkpointable_name)
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
         return in_background(
@@ -190,7 +190,7 @@ def install() -> None:
     Raises:
         SafetensorsLayoutError: This version of Orbax resolves layouts or handlers in another way.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np
         >>> import orbax.checkpoint.experimental.v1 as ocp
         >>> path = f"{tempfile.mkdtemp()}/checkpoint"

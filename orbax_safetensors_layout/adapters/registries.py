@@ -49,7 +49,7 @@ def handler_registry(
         read: How to read.
         write: How to write.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np, orbax.checkpoint as ocp
         >>> registry = handler_registry("default")
         >>> manager = ocp.CheckpointManager(tempfile.mkdtemp(), handler_registry=registry)
@@ -99,7 +99,7 @@ def context(*item_names: str) -> ocp.Context:
         *item_names: The items; `"state"` is the one that `ocp.save`, `ocp.load` and
             `ocp.training.Checkpointer` use where none is named.
 
-    Example:
+    Examples:
         >>> with context("state") as ctx:
         ...     ctx.checkpointables.registry.get("state")
         <class 'orbax_safetensors_layout.adapters.v1.SafetensorsHandler'>

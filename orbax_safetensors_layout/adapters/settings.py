@@ -59,7 +59,7 @@ def using(
             those that a `SafetensorsCheckpointHandler` or `SafetensorsLayout` was made with.
         write: How checkpoints are written, in the same way.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np, safetensors.numpy, orbax.checkpoint as ocp
         >>> import orbax_safetensors_layout as osl
         >>> folder = tempfile.mkdtemp()

@@ -38,7 +38,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         own: The settings that it was made with.
         used_items: The folder of the steps and the name of each item that it saved or restored.
 
-    Example:
+    Examples:
         >>> import tempfile, jax, numpy as np, orbax.checkpoint as ocp
         >>> folder = f"{tempfile.mkdtemp()}/checkpoint"
         >>> checkpointer = ocp.Checkpointer(SafetensorsCheckpointHandler())

@@ -40,7 +40,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     Args:
         own: What the layout that chose this handler was made with.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np, orbax_safetensors_layout as osl
         >>> path = f"{tempfile.mkdtemp()}/checkpoint"
         >>> with osl.context("state"):
@@ -87,7 +87,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: Any = None
     ) -> Awaitable[Any]:
-        """Checks the headers of the tensors asked for; loads as `osl.load` when awaited."""
+        """Holds the tree against the headers; loads as `osl.load` when awaited."""
         _note_use(directory)
         if await in_background(is_orbax_item, directory):  # as a run's earlier steps may be
             orbaxs: Any = ocp.handlers.PyTreeHandler()

@@ -86,7 +86,7 @@ def verify(
         MissingTensorError: The tree has no `subtree`.
         SafetensorsLayoutError: A chunk of an Orbax checkpoint is too large for the memory budget.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np
         >>> import orbax_safetensors_layout as osl
         >>> folder = tempfile.mkdtemp()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -166,13 +165,15 @@ def find_mapping(text: str, path: str) -> Any:
 
 
 def python_object(text: str) -> Any:
-    """Return the object that `module:attribute` names."""
-    module, _, name = text.partition(":")
-    if not (module and name):
+    """Return the object that `MODULE:ATTRIBUTE` or `FILE.py:ATTRIBUTE` names."""
+    from orbax_safetensors_layout.mapping import imported
+
+    where, _, name = text.rpartition(":")
+    if not (where and name):
         raise ValueError(f"{text!r} is not a MODULE:ATTRIBUTE")
     _see_working_folder()
     try:
-        return getattr(importlib.import_module(module), name)
+        return getattr(imported(where), name)
     except AttributeError as error:
         raise ValueError(f"{text!r}: {error}") from error
 

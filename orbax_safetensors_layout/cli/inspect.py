@@ -101,7 +101,7 @@ def _by_tensor(report: Inspection, *, every: bool) -> str:
             where = (first.files[0] if len(files) == 1 else f"{len(files)} files") + pieces
         rows.append([name, first.dtype, str(list(first.shape)), where, *_sums(Total.of(tensors))])
     header = ["tensor", "dtype", "shape", "file", "tensors", "parameters", "bytes"]
-    return table(header, rows, left=4)
+    return table(header, rows, left=4, optional="file")
 
 
 def _by_file(report: Inspection) -> str:

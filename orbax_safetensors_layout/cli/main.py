@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if parsed.debug:
             raise
-        text = " ".join(str(error).split())
+        text = str(error).strip()
         if not (text and isinstance(error, _EXPECTED)):
             text = f"{type(error).__name__}: {text} (--debug shows where)"
         output.error(text)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TextIO, TypeVar
 
 from orbax_safetensors_layout.runtime import text_table
 
@@ -22,6 +24,8 @@ _CONTROLS = _SURROGATES | {
 """Control characters of a terminal, which a file may put into names of its tensors."""
 
 _NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]*)(?![^.])")
+_LABEL = re.compile(r"\S.*? {2,}")
+_MARGIN = 2
 _MOST_LISTED = 6
 _SPECIAL = re.compile(r"([*?\[\]{},])")
 
@@ -35,7 +39,7 @@ class Output:
     quiet: bool = False
 
     def result(self, text: str) -> None:
-        sys.stdout.write(text.translate(_CONTROLS) + "\n")
+        sys.stdout.write(_fitted(text.translate(_CONTROLS), sys.stdout) + "\n")
 
     def json(self, document: object) -> None:
         text = json.dumps(document, indent=2, ensure_ascii=False)
@@ -46,16 +50,70 @@ class Output:
             self.error(text)
 
     def error(self, text: str) -> None:
+        """Writes one line, for logs; on a terminal those of the text."""
         sys.stdout.flush()  # in order, where both streams are one
-        sys.stderr.write(f"{PROGRAM}: {text.translate(_CONTROLS)}\n")
+        text = f"{PROGRAM}: {text.translate(_CONTROLS)}"
+        fitted = _fitted(text, sys.stderr) if _columns(sys.stderr) else " ".join(text.split())
+        sys.stderr.write(fitted + "\n")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Format rows in columns, the first `left` aligned to the left; the others hold numbers."""
+def _columns(stream: TextIO) -> int | None:
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def _fitted(text: str, stream: TextIO) -> str:
+    """Wrap lines that a terminal would break within words, each below its label if it has one."""
+    width = _columns(stream)
+    if width is None:
+        return text
+    lines: list[str] = []
+    for line in text.split("\n"):
+        label = _LABEL.match(line)
+        wrapped = _wrapped(line, width, label.end() if label else _MARGIN)
+        if max(map(len, wrapped), default=0) > width:
+            wrapped = _wrapped(line, width, _MARGIN)
+        lines += wrapped or [line]
+    return "\n".join(lines)
+
+
+def _wrapped(line: str, width: int, margin: int) -> list[str]:
+    deeper = len(line) - len(line.lstrip()) + margin
+    indent = " " * min(deeper, width // 3)
+    return textwrap.wrap(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int = 1,
+    optional: str | None = None,
+) -> str:
+    """Format rows in columns, the first `left` aligned to the left; the others hold numbers.
+
+    On a terminal that is too narrow column `optional` is left out; then the first cell of each row
+    gets a line of its own.
+    """
     lines = [
         [cell.replace("\n", "\\n").translate(_CONTROLS) for cell in row] for row in [header, *rows]
     ]
-    return text_table(lines, left)
+    text, width = text_table(lines, left), _columns(sys.stdout)
+    if width is None or _extent(text) <= width:
+        return text
+    if optional in header:
+        place = header.index(optional)
+        lines = [line[:place] + line[place + 1 :] for line in lines]
+        left -= place < left
+        text = text_table(lines, left)
+    if _extent(text) <= width:
+        return text
+    rest = text_table([line[1:] for line in lines], left - 1).split("\n")
+    return "\n".join(f"{line[0]}\n    {others}" for line, others in zip(lines, rest, strict=True))
+
+
+def _extent(text: str) -> int:
+    return max(map(len, text.split("\n")))
 
 
 class NameFamily(NamedTuple, Generic[Key]):

@@ -52,9 +52,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mapping(parser, "load through this")
     add(
         "--abstract",
-        metavar="MODULE:FUNCTION",
-        help="load the abstract tree that this function returns; its shardings count where it"
-        " has some",
+        metavar="MODULE:ATTRIBUTE",
+        help="load this abstract tree, or that which a function returns, of a Python module or"
+        " FILE.py; its shardings count where it has some",
     )
     add("--concurrency", type=int, metavar="N", help="requests at once")
     add("--latency", type=argument(parse_seconds), help="of a request, as 20ms")
@@ -101,7 +101,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan a save of the same tensors, in layout hf (default) or sharded",
     )
     add_max_file_bytes(parser, "of a save: most bytes of tensors in a file")
-    add("--plot", metavar="PNG", help="draw which host reads what (needs [plot])")
+    add("--plot", metavar="PNG", help="draw which host reads what (needs matplotlib)")
     add("--plot-files", default="*", metavar="GLOB", help="draw only files of such names")
     add_json(parser)
 
@@ -154,7 +154,9 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
     with open_storage(parsed.path)[0] as storage:
         kind = storage.kind
     bandwidth, shared = parsed.bandwidth, parsed.shared_bandwidth
-    abstract = None if parsed.abstract is None else python_object(parsed.abstract)()
+    abstract = None if parsed.abstract is None else python_object(parsed.abstract)
+    if callable(abstract):
+        abstract = abstract()
     loading = estimate(
         parsed.path,
         _mesh_shape(parsed, abstract),

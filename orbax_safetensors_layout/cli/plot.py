@@ -25,9 +25,7 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
         from matplotlib.colors import LogNorm, Normalize
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "--plot needs matplotlib: `pip install orbax-safetensors-layout[plot]`"
-        ) from error
+        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
     count = min(estimate.mesh.processes, _MOST_ROWS)
     hosts = [number * estimate.mesh.processes // count for number in range(count)]
     seen = coverage(estimate.cluster, hosts, _COLUMNS, files=files)

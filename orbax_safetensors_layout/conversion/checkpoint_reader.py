@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -203,6 +204,12 @@ class SafetensorsReader:
     ) -> None:
         self._catalog = Catalog.open(path, retries=options.retries, cache=options.cache_folder)
         self.path, self.storage = self._catalog.path, self._catalog.storage
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            self._open(options, mapping, is_flat)
+            stack.pop_all()
+
+    def _open(self, options: ReadOptions, mapping: LeafMapping | None, is_flat: bool) -> None:
         self.verifying = VerifyingReader.open(self.storage, self.path) if options.verify else None
         self._storage: RangeReader = self.verifying or self.storage
         self._reader = ArrayReader(

@@ -59,7 +59,7 @@ def consolidate(
         FormatError: A file is malformed, or not what its checksum says.
         StorageError: A read or write failed.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np, safetensors.numpy
         >>> import orbax_safetensors_layout as osl
         >>> folder = tempfile.mkdtemp()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format import ByteRange, short_repr
-from orbax_safetensors_layout.storage import storage_errors
+from orbax_safetensors_layout.storage import LocalStorage, storage_errors
 
 _PREFIX, _SUFFIX = "journal-", ".jsonl"
 _VERSION = 6
@@ -76,17 +77,23 @@ class Journal:
             done |= groups
         return done
 
-    def open(self, process: int) -> None:
-        """Begins, or continues, the file of a process; `add` and `close` are for it."""
+    @contextlib.contextmanager
+    def opened(self, process: int) -> Iterator[None]:
+        """Begins, or continues, the file of a process; within the block `add` writes to it."""
         self._file = os.path.join(self._folder, f"{_PREFIX}{process}{_SUFFIX}")
         with storage_errors("cannot write the journal", self._file):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.open(self._file, flags, 0o666)
-            size = os.fstat(self._fd).st_size
-            whole = os.pread(self._fd, size, 0).rpartition(b"\n")[:2]  # but for a cut line
-            os.ftruncate(self._fd, sum(map(len, whole)))
-            if not any(whole):
-                self._write(self.digest)
+        try:
+            with storage_errors("cannot write the journal", self._file):
+                size = os.fstat(self._fd).st_size
+                whole = os.pread(self._fd, size, 0).rpartition(b"\n")[:2]  # but for a cut line
+                os.ftruncate(self._fd, sum(map(len, whole)))
+                if not any(whole):
+                    self._write(self.digest)
+            yield
+        finally:
+            os.close(self._fd)
 
     def add(self, number: int, group: WrittenGroup) -> None:
         """Records a group, on the disk when the call returns."""
@@ -99,13 +106,11 @@ class Journal:
             data = data[os.write(self._fd, data) :]
         os.fsync(self._fd)
 
-    def close(self) -> None:
-        os.close(self._fd)
-
 
 def _journal_lines(folder: str) -> Iterator[tuple[dict[str, Any], dict[int, WrittenGroup]]]:
     """Yields the first line of each journal file, and its groups that are written."""
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else ()
+    with LocalStorage() as storage:
+        names = storage.list(folder)
     for name in (n for n in names if n.startswith(_PREFIX) and n.endswith(_SUFFIX)):
         file = os.path.join(folder, name)
         try:

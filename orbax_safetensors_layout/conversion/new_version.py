@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import uuid
 from collections.abc import Iterator, Mapping as Dict
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from orbax_safetensors_layout.catalog import Catalog, read_header
 from orbax_safetensors_layout.errors import (
+    CheckpointExistsError,
     InvalidArgumentError,
     MismatchError,
     UnsupportedDtypeError,
@@ -21,6 +22,7 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.format import (
     CHECKSUM,
     DTYPES,
+    HISTORY,
     MAIN_INDEX,
     SUFFIX,
     DifferenceFormat,
@@ -48,6 +50,7 @@ from orbax_safetensors_layout.storage import (
 )
 from orbax_safetensors_layout.writing import commit_when_complete
 
+from .updated_arrays import as_stored, bytes_of, check_shared, gathered
 from .versions import PublishedVersions
 
 
@@ -79,24 +82,25 @@ def publish(
         options: How to write. Whole versions have side files of `WriteOptions.model`.
 
     Raises:
-        MismatchError: The tree has other tensors than the version before.
+        MismatchError: The tree has other tensors than the version before, or Python values.
         FormatError: A version before this one is damaged.
-        CheckpointExistsError: Another program publishes into the folder.
+        CheckpointExistsError: Another program publishes into the folder, or was stopped.
         PeerError: Another process failed.
     """
     options = given_or_default(options, WriteOptions)
     _check_arguments(whole_every, options)
     with frozen_heap(), save_group(folder, options, "publish") as group:
         storage, path = open_storage(folder, retries=options.retries)
-        with storage:
+        with storage, _alone():
             versions = PublishedVersions(storage, path)
             before = versions.agreed(group)
             if group.is_leader and isinstance(storage, LocalStorage):
                 finish_interrupted(os.path.realpath(versions.path(before)))
             number = before + 1
             prepared = PreparedSave.of(tree, options, mapping=mapping)
+            _check_arrays(prepared)
             if number % whole_every == 0 or not (before or base is not None):
-                metadata = {"version": version_text(number)}
+                metadata = {"version": version_text(number), HISTORY: uuid.uuid4().hex}
                 plan = dataclasses.replace(prepared.plan, index_metadata=metadata)
                 whole = dataclasses.replace(prepared, plan=plan)
                 target = join(os.fsdecode(folder), version_folder(number))
@@ -104,16 +108,29 @@ def publish(
                 whole.commit(target, group=group, overwrite=False, sidecar_files=sidecar_files)
                 return number
             group.barrier("agreeing on what is published", agree=prepared.fingerprint())
-            chain = versions.chain(before)
+            chain = versions.chain(before, base)
             catalog = versions.catalog(chain, base)
             try:
                 tensors = _tensors(prepared, catalog)
+                check_shared(prepared.values.named())
                 values = _values(tree, mapping, prepared)
                 _publish_differences(versions, before, catalog, tensors, values, group, options)
             finally:
                 if not chain.whole:
                     catalog.close()
     return number
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointExistsError as error:
+        error.hint = (
+            "Another program publishes this version, or was stopped while it did: if none does,"
+            " remove the folder, and publish again."
+        )
+        raise
 
 
 def _check_arguments(whole_every: int, options: WriteOptions) -> None:
@@ -128,6 +145,18 @@ def _check_arguments(whole_every: int, options: WriteOptions) -> None:
         raise InvalidArgumentError(
             "Versions hold whole tensors as they are in the tree, in files of the usual names:"
             " leave out WriteOptions.layout, file_stem, quantize and dtype; cast in the mapping."
+        )
+
+
+def _check_arrays(prepared: PreparedSave) -> None:
+    values = {} if prepared.manifest is None else prepared.manifest.values()
+    if values:
+        raise MismatchError(
+            f"{len(values)} leaves are Python values: {listed(map(repr, values))}",
+            tensor=next(iter(values)),
+            expected="arrays alone, since differences are of tensors",
+            found=type(next(iter(values.values()))).__name__,
+            hint="Leave it out of the tree, or make it a numpy array.",
         )
 
 
@@ -174,7 +203,8 @@ def _tensors(prepared: PreparedSave, catalog: Catalog) -> dict[str, NewTensor]:
 def _values(tree: Any, mapping: Mapping | None, prepared: PreparedSave) -> Iterator[Dict[str, Any]]:
     """Yield tensors by name, those of a few leaves at a time; the same on all processes."""
     if mapping is not None:
-        yield from unapplied(mapping, tree)
+        for tensors in unapplied(mapping, tree):
+            yield tensors.values()
         return
     for name, value in prepared.values.named():
         yield {name: value}
@@ -222,10 +252,10 @@ def _publish_differences(
             error: Exception | None = None
             for members in values:
                 for name, value in members.items():
-                    host = _on_host(value)
+                    host = gathered(value)
                     if owners[name] != group.process_index or error is not None:
                         continue
-                    new = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+                    new = bytes_of(np.ascontiguousarray(as_stored(host)))
                     try:
                         workers.submit(compare, name, new)
                     except Exception as problem:
@@ -254,15 +284,6 @@ def _owners(tensors: Dict[str, NewTensor], processes: int) -> dict[str, int]:
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += tensors[name].nbytes
     return owners
-
-
-def _on_host(value: Any) -> np.ndarray:
-    """Return a tensor's values; all processes gather those that several hold."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        if value.is_fully_replicated:
-            return np.asarray(value.addressable_data(0))
-        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
-    return np.asarray(value)
 
 
 def _write(

@@ -32,6 +32,7 @@ from orbax_safetensors_layout.storage import (
     check_replaceable,
     claimed,
     partial_folder,
+    storage_errors,
 )
 
 from .checkpoint_reader import CheckpointReader, SourceArray, arrays_of, check_chunks
@@ -174,28 +175,26 @@ class Conversion:
     def _convert(self, left: Sequence[LeafGroup], processes: Processes) -> None:
         """Converts this process's share of the groups that are left."""
         number, verifying = processes.process_index, self.source.verifying
-        self.target.open(self._workspace, number)
-        self._journal.open(number)
-        try:
-            with self._share(left, processes, "converting") as (groups, report):
-                for group in groups:
-                    processes.check("converting")
-                    with group_blocks(
-                        self.source,
-                        self.arrays,
-                        group,
-                        os.path.join(self._workspace, f"spool-{number}"),
-                        most_bytes=self.options.memory_budget_bytes // 2,
-                        block_bytes=self.block_bytes,
-                    ) as blocks:
-                        digests = _digests(blocks, report, self.target.write)
-                    self.target.flush()
-                    read = [] if verifying is None else verifying.checksums.take()
-                    written = [] if self.target.written is None else self.target.written.take()
-                    self._journal.add(group.number, WrittenGroup(digests, read, written))
-        finally:
-            self._journal.close()
-            self.target.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.target.close)
+            self.target.open(self._workspace, number)
+            stack.enter_context(self._journal.opened(number))
+            groups, report = stack.enter_context(self._share(left, processes, "converting"))
+            for group in groups:
+                processes.check("converting")
+                with group_blocks(
+                    self.source,
+                    self.arrays,
+                    group,
+                    os.path.join(self._workspace, f"spool-{number}"),
+                    most_bytes=self.options.memory_budget_bytes // 2,
+                    block_bytes=self.block_bytes,
+                ) as blocks:
+                    digests = _digests(blocks, report, self.target.write)
+                self.target.flush()
+                read = [] if verifying is None else verifying.checksums.take()
+                written = [] if self.target.written is None else self.target.written.take()
+                self._journal.add(group.number, WrittenGroup(digests, read, written))
 
     def _verify(self, processes: Processes) -> None:
         """Reads this process's share of what was written, and compares every bit."""
@@ -235,7 +234,8 @@ class Conversion:
             yield share, ProgressReport(progress, sum(group.nbytes for group in share))
 
     def _commit(self, claim: Claim) -> None:
-        names = set(os.listdir(self._finished))
+        with storage_errors("cannot list what was written", self._finished):
+            names = set(os.listdir(self._finished))
         claim.commit(
             self._finished,
             is_replaced=lambda name: name in names or self.is_replaced(name),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-import jax
 from absl import logging
 
 from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint
@@ -19,6 +18,7 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.format import (
     MAIN_INDEX,
     NewTensor,
+    folder_version,
     index_bytes,
     parse_index,
     parse_version,
@@ -30,10 +30,9 @@ from orbax_safetensors_layout.options import (
     MIB,
     PathLike,
     ReadOptions,
-    WriteOptions,
     given_or_default,
 )
-from orbax_safetensors_layout.runtime import ProcessGroup, Workers
+from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, Workers
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.storage import (
     FileWriter,
@@ -48,8 +47,10 @@ from orbax_safetensors_layout.storage import (
 )
 from orbax_safetensors_layout.writing import commit_when_complete, read_sidecar_files
 
+from .updated_arrays import updated
 from .versions import PublishedVersions, VersionChain, versioned
 
+_IDENTITY = "pulled"  # in the metadata of the index of a folder that was pulled
 _BLOCK_BYTES = 8 * MIB
 _THREADS = 4
 
@@ -59,6 +60,7 @@ class Pulled(NamedTuple):
 
     version: int
     tree: Any = None
+    identity: str | None = None  # of the version; of two histories no two are equal
 
 
 def pull(
@@ -69,6 +71,7 @@ def pull(
     base: PathLike | None = None,
     mapping: Mapping | None = None,
     options: ReadOptions | None = None,
+    donate: bool = False,
 ) -> Pulled:
     """Brings a version that `publish` wrote, by default the newest, to arrays or to a folder.
 
@@ -81,15 +84,22 @@ def pull(
         into: As for `load`, a tree for the arrays or nothing: each process reads what its own
             shards need, and of tensors that changed the whole. Or a local folder, which gets the
             version's files, all at once when they are complete; one process of a host calls this.
+            Or what an earlier call returned: then the differences since are applied to its arrays,
+            on the host, and leaves that they do not change stay as they are; nothing else is read.
+            Arrays that are not what was published, or whose mapping does not save, and those
+            before the last whole version are loaded anew.
         version: Its number; 0 is the model itself. None takes the newest; processes that load
             arrays then wait for each other, to take the same.
         base: The model that is version 0, as a folder or URL, where `publish` was given one.
         mapping: For arrays, as for `load`.
         options: How to read.
+        donate: Give up the arrays of an earlier call, each as soon as its successor is there. After
+            an error those that are left are of no use, but as the abstract tree of another call.
 
     Raises:
         CheckpointNotFoundError: There is no such version, or one that it needs is missing.
-        CheckpointExistsError: The local folder has another checkpoint, not a version.
+        CheckpointExistsError: The local folder has another checkpoint, not one that was pulled.
+        InvalidArgumentError: The local folder is that of the versions, or of one.
         FormatError: A version is damaged, or follows another model; the folder is as it was.
     """
     options = given_or_default(options, ReadOptions)
@@ -99,22 +109,61 @@ def pull(
     with storage:
         versions = PublishedVersions(storage, path)
         is_folder = isinstance(into, str | os.PathLike)
+        held = into if isinstance(into, Pulled) else None
+        if held is not None and held.tree is None:
+            raise InvalidArgumentError("That version was pulled into a folder: give the folder.")
         if is_folder and mapping is not None:
             raise InvalidArgumentError("A folder gets tensors as they are: leave out mapping.")
-        if is_folder or version is not None or jax.process_count() == 1:
-            number = versions.newest(version)
-        else:
-            with save_group(folder, WriteOptions(), "pull") as group:
-                number = versions.agreed(group)
-        if not number and base is None:
-            hint = "Wait for one, or give base=."
-            raise CheckpointNotFoundError("no version was published yet", file=path, hint=hint)
-        chain = versions.chain(number)
-        if is_folder:
-            _pull_folder(versions, chain, base, os.fspath(into))
-            return Pulled(number)
-        catalog = versions.catalog(chain, base)
-        return Pulled(number, load_requested(catalog, LoadRequest(into, mapping, None, options)))
+        together = not is_folder and (version is None or held is not None)
+        with save_group(folder, options, "pull") if together else ProcessGroup.alone() as group:
+            number = versions.agreed(group) if version is None else version
+            with group.together("looking at the version"):
+                number = versions.newest(number)
+                if not number and base is None:
+                    raise CheckpointNotFoundError(
+                        "no version was published yet",
+                        file=path,
+                        hint="Wait for one, or give base=.",
+                    )
+                chain = versions.chain(number, base)
+                is_loaded = not is_folder and held is None
+                catalog = versions.catalog(chain, base) if is_loaded else None
+            if is_folder:
+                _pull_folder(versions, chain, base, os.fspath(into))
+                return Pulled(number, identity=chain.identity)
+            if held is not None:
+                new = _updated(held, chain, mapping, group=group, donate=donate)
+                if new is not None:
+                    return new
+                into = held.tree
+        if catalog is None:
+            catalog = versions.catalog(chain, base)
+        tree = load_requested(catalog, LoadRequest(into, mapping, None, options))
+        return Pulled(number, tree, chain.identity)
+
+
+def _updated(
+    held: Pulled,
+    chain: VersionChain,
+    mapping: Mapping | None,
+    *,
+    group: ProcessGroup,
+    donate: bool,
+) -> Pulled | None:
+    """Return a version made from one that is held; None if all processes are to load it."""
+    differences = chain.since(held.version, held.identity)
+    has = "nothing" if differences is None else f"version {held.version}"
+    try:
+        group.barrier("agreeing on the differences", agree=Fingerprint(has, has, ""))
+        if differences is None:
+            return None
+        if not differences:
+            return held
+        tree = updated(held.tree, mapping, differences, group=group, donate=donate)
+    except Exception as error:  # the others have a PeerError, and cannot know what it is of
+        logging.warning("Version %d is loaded anew: %s", chain.number, error)
+        return None
+    return Pulled(chain.number, tree, chain.identity)
 
 
 def _pull_folder(
@@ -126,38 +175,46 @@ def _pull_folder(
         raise InvalidArgumentError(f"pull takes a local folder, or a tree; not {into!r}.")
     folder = os.path.realpath(folder)
     finish_interrupted(folder)
-    held = _held_version(folder)
-    if held == chain.number:
+    if isinstance(versions.storage, LocalStorage):
+        place = os.path.relpath(folder, os.path.realpath(versions.folder)).split(os.sep)[0]
+        if place == "." or folder_version(place) is not None:
+            raise InvalidArgumentError(f"{into!r} is where versions are: give another folder.")
+    held, identity = _held_version(folder)
+    if held == chain.number and identity == chain.identity:
         return
-    differences = None if held is None else chain.since(held)
+    differences = None if held is None else chain.since(held, identity)
     if differences is not None:
         try:
             with LocalStorage() as storage, Catalog.open(folder, storage=storage) as own:
-                _write_version(versioned(own, differences), chain.number, folder)
+                _write_version(versioned(own, differences), chain, folder)
                 return
         except FormatError as error:
             logging.warning("%s is pulled anew, from version %d: %s", folder, chain.whole, error)
     catalog = versions.catalog(chain, base)
     try:
-        _write_version(catalog, chain.number, folder)
+        _write_version(catalog, chain, folder)
     finally:
         if not chain.whole:
             catalog.close()
 
 
-def _held_version(folder: str) -> int | None:
-    """Return the version that a local folder has; None if it has none, and no checkpoint."""
+def _held_version(folder: str) -> tuple[int | None, str]:
+    """Return number and identity of the version that was pulled into a local folder.
+
+    The number is None if it has none, and no other checkpoint.
+    """
     with LocalStorage() as storage:
         if storage.is_file(file := join(folder, MAIN_INDEX)):
             try:
                 index = parse_index(read_file(storage, file, "the index"), file=file)
             except FormatError as error:
                 raise _foreign(folder, str(error)) from error
-            if (number := parse_version(index.metadata.get("version"))) is not None:
-                return number
+            number = parse_version(index.metadata.get("version"))
+            if number is not None and _IDENTITY in index.metadata:
+                return number, str(index.metadata[_IDENTITY])
         if is_safetensors_checkpoint(folder, storage=storage):
             raise _foreign(folder, "another checkpoint")
-    return None
+    return None, ""
 
 
 def _foreign(folder: str, found: str) -> SafetensorsLayoutError:
@@ -170,7 +227,7 @@ def _foreign(folder: str, found: str) -> SafetensorsLayoutError:
     )
 
 
-def _write_version(catalog: Catalog, number: int, folder: str) -> None:
+def _write_version(catalog: Catalog, chain: VersionChain, folder: str) -> None:
     """Writes a version's files into a local folder, in place of an earlier one."""
     if catalog.layout != "hf":
         raise FormatError(
@@ -186,7 +243,7 @@ def _write_version(catalog: Catalog, number: int, folder: str) -> None:
     for entry in catalog.all_entries().values():
         files[names[entry.file]].append(NewTensor(entry.name, entry.dtype, entry.shape))
     sidecar_files = read_sidecar_files(root, storage=catalog.storage)
-    metadata = {"version": version_text(number)}
+    metadata = {"version": version_text(chain.number), _IDENTITY: chain.identity}
     with (
         LocalStorage() as storage,
         commit_when_complete(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import bisect
 import collections
+import hashlib
+import os
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +25,7 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.format import (
+    HISTORY,
     MAIN_INDEX,
     DifferenceFormat,
     TensorEntry,
@@ -40,6 +43,7 @@ from orbax_safetensors_layout.storage import (
     WrappedStorage,
     cut_out,
     join,
+    local_path,
     read_file,
     read_range,
     scatter,
@@ -98,6 +102,10 @@ class Difference:
                 self.entries[tensor] = entry
                 self._checksums[tensor] = header.metadata[tensor].lower()
 
+    def digest(self) -> bytes:
+        """Return a digest of what the version changed, and what to."""
+        return hashlib.sha256(repr(sorted(self._checksums.items())).encode()).digest()
+
     def apply(self, name: str, values: np.ndarray) -> None:
         """Changes the bytes of a tensor from those of the version before, if they differ."""
         if (entry := self.entries.get(name)) is not None:
@@ -124,15 +132,30 @@ class VersionChain(NamedTuple):
     number: int
     whole: int
     differences: tuple[Difference, ...]  # in the order in which they apply
+    origin: bytes  # a digest of the whole one
 
-    def since(self, number: int) -> tuple[Difference, ...] | None:
-        """Return the differences to one of its earlier versions; None if it is not of them."""
-        if number == self.whole:
-            return self.differences
-        for place, difference in enumerate(self.differences, 1):
-            if difference.number == number:
-                return self.differences[place:]
-        return None
+    @property
+    def identity(self) -> str:
+        """A text that no other version has, also none of this number in another history."""
+        return self._identities()[self.number].hex()
+
+    def _identities(self) -> dict[int, bytes]:
+        identities = {self.whole: self.origin}
+        at = self.origin
+        for difference in self.differences:
+            at = hashlib.sha256(at + difference.digest()).digest()
+            identities[difference.number] = at
+        return identities
+
+    def since(self, number: int, identity: str | None) -> tuple[Difference, ...] | None:
+        """Return the differences to an earlier version; None if it is not one of this history.
+
+        Without an identity the number counts.
+        """
+        own = self._identities().get(number)
+        if own is None or identity not in (None, own.hex()):
+            return None
+        return tuple(d for d in self.differences if d.number > number)
 
 
 class PublishedVersions:
@@ -177,10 +200,11 @@ class PublishedVersions:
             error = problem
         return int(group.barrier("looking for the newest version", error, broadcast=text))
 
-    def chain(self, number: int) -> VersionChain:
+    def chain(self, number: int, base: PathLike | None) -> VersionChain:
         """Return what version `number` is made of; one that is missing raises."""
         differences: list[Difference] = []
         at = number
+        origin = b"" if base is None else _model_text(base)
         while at:
             folder = self.path(at)
             if not self.storage.is_file(file := join(folder, MAIN_INDEX)):
@@ -191,14 +215,17 @@ class PublishedVersions:
                     hint=_HINT,
                 )
             data = read_file(self.storage, file, "the index", error=InvalidIndexError)
-            kind = DifferenceFormat.parse(
-                parse_index(data, file=file).metadata, number=at, file=file
-            )
+            metadata = parse_index(data, file=file).metadata
+            kind = DifferenceFormat.parse(metadata, number=at, file=file)
             if kind is None:
+                origin = data
+                if HISTORY not in metadata:  # of another program
+                    origin += repr(self.storage.modified_seconds(file)).encode()
                 break
             differences.append(Difference(self.storage, folder, at, kind))
             at = kind.base
-        return VersionChain(number, at, tuple(reversed(differences)))
+        digest = hashlib.sha256(origin).digest()
+        return VersionChain(number, at, tuple(reversed(differences)), digest)
 
     def catalog(self, chain: VersionChain, base: PathLike | None) -> Catalog:
         """Opens a version as a checkpoint; `base` is the model that version 0 is."""
@@ -214,6 +241,11 @@ class PublishedVersions:
                 hint="Give base=, the folder or URL of the model that training began with.",
             )
         return versioned(whole, chain.differences) if chain.differences else whole
+
+
+def _model_text(base: PathLike) -> bytes:
+    local = local_path(text := os.fsdecode(base))
+    return os.fsencode(text if local is None else os.path.realpath(local))
 
 
 def versioned(whole: Catalog, differences: Sequence[Difference]) -> Catalog:

@@ -3,6 +3,7 @@
 from .differences import (
     CHECKSUM,
     ENCODING,
+    HISTORY,
     DifferenceFormat,
     apply_difference,
     checksum,

@@ -24,6 +24,7 @@ from orbax_safetensors_layout.errors import (
 from .header import TensorEntry
 from .schema import Schema, short_repr
 
+HISTORY = "history"  # in the metadata of a whole version's index: like no other's
 ENCODING = "delta_encoding"  # the member of an index's metadata that marks differences
 CHECKSUM = "xxh3-128"  # what is written; all of `_LIBRARIES` are read
 _LEVEL = 1
@@ -162,7 +163,6 @@ def _library(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        extra = name if name == "blake3" else "'orbax-safetensors-layout[publish]'"
         raise SafetensorsLayoutError(
-            f"published versions need the package {name}", hint=f"pip install {extra}"
+            f"published versions need the package {name}", hint=f"pip install {name}"
         ) from error

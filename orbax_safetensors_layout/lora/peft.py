@@ -98,7 +98,7 @@ def merge(
     *,
     base: PathLike | None = None,
     rename: Callable[[str], str] | None = None,
-    transposed: Iterable[str] = (),
+    transposed: Iterable[str] | None = None,
 ) -> Mapping:
     """Return a mapping whose weights have an adapter added: `W + (alpha / r) B A`.
 
@@ -114,7 +114,8 @@ def merge(
         adapter: The adapter's folder, or its `hf://` path.
         base: The base's folder, which None in place of a mapping needs.
         rename: Gives the base's name of a tensor for the adapter's, where they differ.
-        transposed: Patterns of modules whose square weights are [in, out]; others' shapes tell.
+        transposed: Patterns of modules whose square weights are [in, out], `()` if none are; shapes
+            tell of others. None refuses square experts.
 
     Raises:
         CheckpointNotFoundError: There is no adapter, or no base.
@@ -122,7 +123,7 @@ def merge(
         MappingError: The adapter has tensors that no rule's tensors belong to, is of another method
             than LoRA, or does not fit (when the mapping is used).
     """
-    folder = PeftFolder(adapter, rename, tuple(transposed))
+    folder = PeftFolder(adapter, rename, None if transposed is None else tuple(transposed))
     if mapping is None:
         if base is None:
             raise MappingError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.catalog import compile_pattern
-from orbax_safetensors_layout.errors import FormatError, MappingError
+from orbax_safetensors_layout.errors import FormatError, MappingError, listed
 from orbax_safetensors_layout.format import TensorEntry, short_repr
 from orbax_safetensors_layout.mapping import BoundExpr, Decoded, LowRank, NameTree, Replacement
 from orbax_safetensors_layout.options import is_floating
@@ -54,19 +54,21 @@ class PeftFolder:
         self,
         path: str | os.PathLike[str],
         rename: Rename | None = None,
-        transposed: tuple[str, ...] = (),
+        transposed: tuple[str, ...] | None = None,
         digest: str | None = None,
     ) -> None:
         self._files = files = AdapterFiles(path)
         self.path, self.file, self.config = files.path, files.file, files.config
         self.digest = files.digest
         self._how = rename, transposed
-        self._transposed = [compile_pattern(pattern) for pattern in transposed]
+        self._transposed = [compile_pattern(pattern) for pattern in transposed or ()]
+        self._is_transposed_given = transposed is not None
         files.check(files.digest, digest)
         self._check_method()
         self._modules: dict[str, _Module] = {}
         self._replaced: dict[str, TensorEntry] = {}
         self._sort(rename or (lambda name: name))
+        self._check_patterns(transposed or ())
         self._tree = NameTree(self.names)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -174,14 +176,25 @@ class PeftFolder:
         """Whether a square weight is [in, out], which its shape cannot show."""
         if any(pattern.fullmatch(module.name) for pattern in self._transposed):
             return True
-        if is_fused and not self._transposed:
+        if is_fused and not self._is_transposed_given:
             raise MappingError(
                 f"each expert of {module.name!r} is square: its shape does not show which axis"
                 " is the inputs",
                 hint="Say which weights are [expert, in, out], as GPT-OSS's:"
-                " merge(..., transposed=['*.experts.*']); or transposed=['none'] if none are.",
+                " merge(..., transposed=['*.experts.*']); or transposed=() if none are.",
             )
         return bool(self.config.get("fan_in_fan_out")) and not is_fused
+
+    def _check_patterns(self, transposed: Sequence[str]) -> None:
+        names = [module.name for module in self._modules.values()]
+        for pattern, compiled in zip(transposed, self._transposed, strict=True):
+            if not any(map(compiled.fullmatch, names)):
+                raise MappingError(
+                    f"transposed= names {pattern!r}, which no module of the adapter is called",
+                    file=join(self.path, CONFIG_FILE),
+                    expected=f"names such as {listed(map(repr, names), 3)}",
+                    hint="Give patterns of these names, or transposed=() if none are [in, out].",
+                )
 
     def _figures(self, module: str) -> tuple[int, float]:
         """Return the rank of a module, and what its product is scaled with."""

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from .dequantizing.dequantized import dequantized, plain_configurations
     from .families.config import parse_config, read_config
     from .families.ready import TARGETS
-    from .live.live_arrays import unapplied
-    from .lookup import find_mapping
+    from .live.live_arrays import LiveTensors, reapplied, unapplied
+    from .lookup import find_mapping, imported
     from .quantizing.quantize import Quantization
 
 __getattr__ = lazy_exports(
@@ -57,8 +57,8 @@ __getattr__ = lazy_exports(
         ".families": "",
         ".families.config": "parse_config read_config",
         ".families.ready": "TARGETS",
-        ".live.live_arrays": "unapplied",
-        ".lookup": "find_mapping",
+        ".live.live_arrays": "LiveTensors reapplied unapplied",
+        ".lookup": "find_mapping imported",
         ".quantizing.quantize": "Quantization",
     },
 )

@@ -63,11 +63,16 @@ def _family(family: str, side: str, config: Config | None) -> Mapping:
     return mapping
 
 
+def imported(where: str) -> object:
+    """Return a module by its name, or the variables of a FILE.py."""
+    if where.endswith(".py"):
+        return types.SimpleNamespace(**runpy.run_path(where))
+    return importlib.import_module(where)
+
+
 def _module(where: str) -> object:
     try:
-        if where.endswith(".py"):
-            return types.SimpleNamespace(**runpy.run_path(where))
-        return importlib.import_module(where)
+        return imported(where)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == where
         raise MappingError(

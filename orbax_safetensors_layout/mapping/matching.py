@@ -58,7 +58,7 @@ def rule(
     Raises:
         MappingError: A wildcard of `expr` is in neither the target nor a `stack`, or in both.
 
-    Example:
+    Examples:
         >>> from orbax_safetensors_layout.mapping import tensor
         >>> rule("layers.{i}.up.kernel", tensor("model.layers.{i}.up.weight").transpose())
         rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())

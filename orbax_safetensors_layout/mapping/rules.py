@@ -69,7 +69,7 @@ class Mapping:
         files: The names, shapes and dtypes of the tensors that are saved, if known; see `like`.
         merged: Digests of the adapters that are merged into it.
 
-    Example:
+    Examples:
         >>> from orbax_safetensors_layout.mapping import rule, stack, tensor
         >>> up = stack(tensor("model.layers.{i}.up.weight").transpose(), over="i")
         >>> mapping = Mapping([rule("layers.up.kernel", up)], ignore="*.rotary.inv_freq")
@@ -298,7 +298,7 @@ class InverseMapping:
         inferred: dict[str, InferredTensor] = {}
         files = self.mapping.files
         own = TensorSpecs({}) if files is None else files
-        targets, _, problems = match_rules(self.mapping.rules, own, shapes)
+        targets, ambiguous, problems = match_rules(self.mapping.rules, own, shapes)
         taken = {leaf: set(rule.patterns(captures)) for leaf, rule, captures in targets}
         for leaf, rule, captures in targets:
             other = None if rule.tied_to is None else substitute(rule.tied_to, captures)
@@ -314,7 +314,13 @@ class InverseMapping:
                 problems += within(error, f"leaf {leaf!r}", f"rule {rule.target!r}").problems
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
-            raise mapping_error("The mapping cannot save", problems, names)
+            refusal = mapping_error("The mapping cannot save", problems, names)
+            if ambiguous and files is None:
+                refusal.hint = (
+                    "Where several rules fit a leaf, a load takes that whose tensors the checkpoint"
+                    " has: save through mapping.like(path) of such a checkpoint."
+                )
+            raise refusal
         # As small as they can be.
         specs = {name: (tuple(n for n, _ in t.shape), t.dtype) for name, t in inferred.items()}
         return TensorSpecs({**specs, **own}, [*own.names, *specs], own.pieces)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +32,6 @@ from orbax_safetensors_layout.plan import (
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup
 from orbax_safetensors_layout.sharding import (
     AddressableShards,
-    Placement,
     ProcessShards,
     Replicas,
     is_abstract,
@@ -64,8 +63,7 @@ def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple
     if process_count == jax.process_count() and not DistributedStore.is_reachable():
         return ()
     leaves = (leaf for leaf in jax.tree.leaves(abstract) if hasattr(leaf, "sharding"))
-    distinct = {id(leaf.sharding): leaf.sharding for leaf in leaves}  # to hash one takes long
-    shardings = {getattr(sharding, "sharding", sharding) for sharding in distinct.values()}
+    shardings = _of_each_mesh(getattr(leaf.sharding, "sharding", leaf.sharding) for leaf in leaves)
     # A leaf that may be on devices, and says not on which, is on all.
     if any(not isinstance(s, Sharding) or is_abstract(s) for s in shardings):
         return everyone
@@ -147,27 +145,24 @@ def steps_of(
 def _stages(
     catalog: Catalog, leaves: Sequence[ResolvedLeaf], shards: ProcessShards, options: ReadOptions
 ) -> list[Stage]:
-    placements = [leaf.abstract.placement for leaf in leaves]
-    platform = min({_platform(p) for p in placements if p is not None}, default="")
+    placements = (leaf.abstract.placement for leaf in leaves)
+    shardings = _of_each_mesh(sharding_of(p) for p in placements if p is not None)
+    platform = min(map(_platform, shardings), default="")
     exchange = ExchangePolicy.of(options, catalog.storage.kind, platform, shards.processes_per_host)
-    stored_bytes = sum(leaf.region.source.stored_bytes for leaf in leaves)
-    if not exchange.may_gain(stored_bytes, shards.process_count, rounds=1):
+    sizes = [leaf.region.source.stored_bytes for leaf in leaves]
+    if not exchange.may_gain(sum(sizes), shards.process_count, rounds=1):
         return []
-    most_slots: dict[int, int] = {}  # by the id of replicas, which take long to hash
+    # Of leaves that many have the shards of; to hash a sharding, or replicas, takes long.
+    known: dict[tuple[int, bool, int, int], Replicas | None] = {}
     tied: dict[object, list[tuple[ResolvedLeaf, Replicas]]] = {}  # the same values and places
-    for leaf in leaves:
-        placement, source = leaf.abstract.placement, leaf.region.source
-        if placement is None or 0 in source.shape:
-            continue
-        replicas = shards.replicas(sharding_of(placement), source.shape)
-        if replicas is None:
-            continue
-        if id(replicas) not in most_slots:
-            most_slots[id(replicas)] = replicas.grid.most_slots
-        box_bytes = replicas.boxes[0].size * leaf.region.dtype.itemsize
-        gathered_bytes = most_slots[id(replicas)] * box_bytes
-        if exchange.may_gain(source.stored_bytes, shards.process_count, gathered_bytes):
-            values = leaf.region.values_key
+    for leaf, stored_bytes in zip(leaves, sizes, strict=True):
+        region, placement = leaf.region, leaf.abstract.placement
+        kind = id(region.local), placement is None, stored_bytes, region.dtype.itemsize
+        if kind not in known:
+            known[kind] = _gainful(exchange, leaf, stored_bytes, shards)
+        replicas = known[kind]
+        if replicas is not None:
+            values = region.values_key
             key = leaf.number if values is None else (values, placement)
             tied.setdefault(key, []).append((leaf, replicas))
     # Pieces are read by those that hold them, each from files of its own.
@@ -193,9 +188,29 @@ def _stages(
     return plan_exchange(shared, *exchange)
 
 
-def _platform(placement: Placement) -> str:
+def _gainful(
+    exchange: ExchangePolicy, leaf: ResolvedLeaf, stored_bytes: int, shards: ProcessShards
+) -> Replicas | None:
+    """Return the replicas of a leaf, if they may be had faster from other processes."""
+    placement, shape = leaf.abstract.placement, leaf.region.source.shape
+    if placement is None or 0 in shape:
+        return None
+    replicas = shards.replicas(sharding_of(placement), shape)
+    if replicas is None:
+        return None
+    box_bytes = replicas.boxes[0].size * leaf.region.dtype.itemsize
+    gathered_bytes = replicas.grid.most_slots * box_bytes
+    gains = exchange.may_gain(stored_bytes, shards.process_count, gathered_bytes)
+    return replicas if gains else None
+
+
+def _of_each_mesh(shardings: Iterable[Any]) -> list[Any]:
+    """Return a sharding of each set of devices: to hash all, or to ask each, takes long."""
+    return [*{id(getattr(sharding, "mesh", sharding)): sharding for sharding in shardings}.values()]
+
+
+def _platform(sharding: Sharding) -> str:
     """The platform of the devices, as JAX names it; of an abstract mesh none."""
-    sharding = sharding_of(placement)
     if is_abstract(sharding):
         return ""
     device: Any = next(iter(sharding.device_set))

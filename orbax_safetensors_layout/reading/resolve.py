@@ -18,6 +18,7 @@ from orbax_safetensors_layout.errors import (
     MissingTensorError,
     ShapeMismatchError,
     UnexpectedTensorError,
+    listed,
 )
 from orbax_safetensors_layout.geometry import MAX_RANK
 from orbax_safetensors_layout.mapping import Mapping, check_castable, check_left_out, check_mapping
@@ -123,6 +124,13 @@ def _sources(
             if names == [""]:
                 error.hint = (
                     "One leaf alone has no name: give {'name': leaf}, or patterns by `only=`."
+                )
+            elif catalog.names and not any(name in catalog for name in names):
+                given = listed(map(repr, catalog.names), 3)
+                error.hint = (
+                    f"No leaf has the name of a tensor: the checkpoint has {given}."
+                    " A mapping says what leaves are made of: `mapping=` (or `osl.using(mapping=)`"
+                    " around Orbax's calls) takes osl.families.mapping(path) or an osl.Mapping."
                 )
             raise
         if strict:

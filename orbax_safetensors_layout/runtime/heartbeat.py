@@ -33,7 +33,6 @@ class Heartbeat:
         self._seen: dict[int, tuple[str, float]] = {}
         self._next_look_seconds = 0.0
         self._beats = 0
-        self._beat()  # at once: a process that is killed from now on is missed
         self._thread = threading.Thread(
             target=self._keep_beating, name="safetensors-heartbeat", daemon=True
         )
@@ -64,5 +63,6 @@ class Heartbeat:
         self._beats += 1
 
     def _keep_beating(self) -> None:
+        self._beat()  # at once: a process that is killed from now on is missed
         while not self._stopped.wait(HEARTBEAT_SECONDS):
             self._beat()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import sys
 import threading
@@ -16,6 +15,7 @@ from orbax_safetensors_layout.options import OnProgress, Progress
 from .text import seconds_text, size_text
 
 _LINE_SECONDS = 10.0
+_NAME_COLUMNS = 20
 
 
 @contextlib.contextmanager
@@ -31,22 +31,35 @@ def progress_callback(
     elif not progress:
         yield None
     elif sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
-        from tqdm import tqdm
-
-        with tqdm(desc=label or None, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
-            yield functools.partial(_update_bar, bar)
+        with contextlib.ExitStack() as bars:
+            yield _ProgressBar(label, bars)
     else:
         lines = ProgressLines(sys.stderr, label=label)
         yield lines
         lines.close()
 
 
-def _update_bar(bar: Any, state: Progress) -> None:
-    if bar.total not in (None, state.total_bytes):  # a next phase
-        bar.reset()
-    bar.total = state.total_bytes
-    bar.set_postfix_str(state.tensor, refresh=False)
-    bar.update(state.done_bytes - bar.n)
+class _ProgressBar:
+    """Draws a bar from the first report on."""
+
+    def __init__(self, label: str, bars: contextlib.ExitStack) -> None:
+        self._label = label or None
+        self._bars = bars
+        self._bar: Any = None
+
+    def __call__(self, state: Progress) -> None:
+        from tqdm import tqdm
+
+        done, total, tensor = state
+        if self._bar is None:
+            bar = tqdm(desc=self._label, total=total, unit="B", unit_scale=True, dynamic_ncols=True)
+            self._bar = self._bars.enter_context(bar)
+        elif self._bar.total != total:  # a next phase
+            self._bar.reset(total)
+        # The names of a checkpoint differ at their ends, and leave the bar no room.
+        short = tensor if len(tensor) <= _NAME_COLUMNS else f"…{tensor[1 - _NAME_COLUMNS :]}"
+        self._bar.set_postfix_str(short, refresh=False)
+        self._bar.update(done - self._bar.n)
 
 
 class ProgressLines:

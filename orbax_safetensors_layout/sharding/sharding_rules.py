@@ -27,7 +27,7 @@ class ShardingRule(NamedTuple):
         `-` for one that is not split and `+` between axes that split the same one; or
         `replicated`, or `auto`. The pattern may be quoted.
 
-        Example:
+        Examples:
             >>> ShardingRule.parse("'.*kernel' = fsdp,tensor")
             ShardingRule(pattern='.*kernel', spec=(('fsdp',), ('tensor',)))
             >>> ShardingRule.parse("embed = -,fsdp+tensor").spec

@@ -23,7 +23,8 @@ from orbax_safetensors_layout.options import MIB
 from .base import ByteBuffer
 from .buffers import transfer
 from .cloud_client import classify, describe
-from .local_write import storage_errors, write_fully
+from .local_file import storage_errors
+from .local_write import write_fully
 from .retry import Failure
 
 PARTS_AT_ONCE = 4  # of one object, on their way together; one more is being filled

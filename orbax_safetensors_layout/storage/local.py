@@ -8,13 +8,21 @@ import os
 import shutil
 import threading
 from collections.abc import Sequence
+from stat import S_ISREG
 
 from orbax_safetensors_layout.errors import StorageError
 
 from .base import Buffer, FileWriter, NewFolder, Rank, Storage
 from .local_commit import FolderExchange
-from .local_file import Identity, PinnedFile, PinnedFolder, check_same, replaced
-from .local_write import LocalFileWriter, flush_folder, storage_errors
+from .local_file import (
+    Identity,
+    PinnedFile,
+    PinnedFolder,
+    check_same,
+    replaced,
+    storage_errors,
+)
+from .local_write import LocalFileWriter, flush_folder
 
 _MAX_OPEN_FILES = 128
 _MAX_OPEN_FOLDERS = 32  # more, in one that is open, are found by their paths in it
@@ -43,14 +51,21 @@ class LocalStorage(Storage):
             return handle.identity.modified_ns / 1e9
 
     def is_file(self, path: str) -> bool:
-        return os.path.isfile(path)
+        with (
+            storage_errors("cannot look at the path", path),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError),  # of a NUL
+        ):
+            return S_ISREG(os.stat(path).st_mode)
+        return False
 
     def folders(self, folder: str) -> list[str]:
-        try:
-            with os.scandir(folder) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
-        except OSError:
-            return []
+        with (
+            storage_errors("cannot list the folder", folder),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(folder) as entries,
+        ):
+            return sorted(entry.name for entry in entries if entry.is_dir())
+        return []
 
     def list(self, folder: str) -> list[str]:
         """Names of the files in a folder; from then on files are read from that same folder."""

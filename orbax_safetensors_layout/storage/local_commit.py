@@ -19,7 +19,8 @@ from orbax_safetensors_layout.errors import StorageError
 
 from .base import NewFolder, Rank, Storage
 from .commit_note import Note, aside_folder, entries_of, lock_file, partial_folder
-from .local_write import CFunction, flush_folder, libc_function, storage_errors
+from .local_file import closed_on_error, storage_errors
+from .local_write import CFunction, flush_folder, libc_function
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -97,7 +98,8 @@ class Claim:
     def forget(self) -> None:
         """Drops the note of a holder that was killed: the folder will be replaced."""
         self._note = None
-        os.ftruncate(self._fd, 0)
+        with storage_errors("cannot drop the note of a save", lock_file(self._folder)):
+            os.ftruncate(self._fd, 0)
 
     def commit(
         self, finished: str, *, is_replaced: Callable[[str], bool], identity: str = ""
@@ -168,15 +170,16 @@ def check_replaceable(folder: str) -> None:
     """Refuses a folder that is a mount point, or has one: it cannot be exchanged."""
     if not os.path.isdir(folder):
         return
-    device = os.lstat(os.path.dirname(folder)).st_dev
-    for root, _, _ in os.walk(folder):
-        if os.path.ismount(root) or os.lstat(root).st_dev != device:
-            raise StorageError(
-                "a file system is mounted there, so the folder cannot be replaced as a whole",
-                file=root,
-                expected="a folder on the file system of its parent",
-                hint="Save to a new folder in it.",
-            )
+    with storage_errors("cannot look at what is to be replaced", folder):
+        device = os.lstat(os.path.dirname(folder)).st_dev
+        for root, _, _ in os.walk(folder):
+            if os.path.ismount(root) or os.lstat(root).st_dev != device:
+                raise StorageError(
+                    "a file system is mounted there, so the folder cannot be replaced as a whole",
+                    file=root,
+                    expected="a folder on the file system of its parent",
+                    hint="Save to a new folder in it.",
+                )
 
 
 @contextlib.contextmanager
@@ -204,20 +207,20 @@ def finish_interrupted(folder: str) -> None:
 def _locked(path: str) -> int:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise StorageError(
-                "another save to this path is running",
-                file=path,
-                hint="Programs of several processes need `jax.distributed.initialize()`.",
-            ) from error
-        except OSError:
-            return fd  # a file system without locks
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(path), os.fstat(fd)):
-                return fd
+        with closed_on_error(fd):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise StorageError(
+                    "another save to this path is running",
+                    file=path,
+                    hint="Programs of several processes need `jax.distributed.initialize()`.",
+                ) from error
+            except OSError:
+                return fd  # a file system without locks
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(fd)):
+                    return fd
         os.close(fd)  # its holder has just removed it
 
 

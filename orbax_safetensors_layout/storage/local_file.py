@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from stat import S_ISDIR, S_ISREG
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 DIRECT_MIN_BYTES = 1 * MIB
 UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+FULL = "Free space on the disk and repeat the call; what is written so far is kept."
 
 
 class PinnedFolder:
@@ -46,8 +47,9 @@ class PinnedFolder:
         for _ in range(_PLACE_ATTEMPTS):  # it may come back to its place between the two looks
             with contextlib.suppress(FileNotFoundError):
                 self._open(path)
-                if os.listdir(self.fd):
-                    return
+                with closed_on_error(self.fd):
+                    if os.listdir(self.fd):
+                        return
                 os.close(self.fd)
             with contextlib.suppress(FileNotFoundError):
                 aside = folder_being_replaced(os.path.realpath(path))
@@ -110,11 +112,11 @@ class PinnedFile:
             raise CheckpointNotFoundError("no such file", file=name) from error
         except OSError as error:
             raise StorageError("cannot open the file", file=name, found=error.strerror) from error
-        status = os.fstat(self.fd)
-        if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
-            os.close(self.fd)
-            kind = "a pipe, a socket or a device"
-            raise StorageError("cannot open the file", file=name, expected="a file", found=kind)
+        with closed_on_error(self.fd), storage_errors("cannot open the file", name):
+            status = os.fstat(self.fd)
+            if not (S_ISREG(status.st_mode) or S_ISDIR(status.st_mode)):
+                kind = "a pipe, a socket or a device"
+                raise StorageError("cannot open the file", file=name, expected="a file", found=kind)
         self.identity = Identity.of(status)
         self.users = 0
         self._lock = lock
@@ -164,7 +166,8 @@ class PinnedFile:
 
     def check_unchanged(self, offset: int, total: int) -> None:
         """Raises if the file was written to, or no longer has a range."""
-        now = Identity.of(os.fstat(self.fd))
+        with storage_errors("cannot look at the file again", self.name):
+            now = Identity.of(os.fstat(self.fd))
         if now == self.identity:
             return
         if now.size < offset + total:
@@ -232,7 +235,9 @@ class PinnedFile:
                 self._reopened[flags] = -1
                 with contextlib.suppress(OSError):
                     fd = self._open(flags)
-                    if os.path.samestat(os.fstat(fd), os.fstat(self.fd)):
+                    with closed_on_error(fd):
+                        is_same = os.path.samestat(os.fstat(fd), os.fstat(self.fd))
+                    if is_same:
                         self._reopened[flags] = fd
                         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
                     else:
@@ -265,3 +270,30 @@ def _is_file_or_broken_link(entry: os.DirEntry[str]) -> bool:
         return S_ISREG(entry.stat().st_mode) if entry.is_symlink() else entry.is_file()
     except OSError:  # a link that leads nowhere, or to itself
         return True
+
+
+@contextlib.contextmanager
+def closed_on_error(fd: int) -> Iterator[None]:
+    """Closes a descriptor where what is done with it fails."""
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+@contextlib.contextmanager
+def storage_errors(
+    doing: str,
+    file: str,
+    *,
+    full: str = "Free space on the disk, or save elsewhere; nothing of this save is kept.",
+) -> Iterator[None]:
+    """Turns an `OSError` into a `StorageError`; `full` says what to do about a full disk."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        hint = full if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+        raise StorageError(doing, file=file, found=error.strerror or error, hint=hint) from error

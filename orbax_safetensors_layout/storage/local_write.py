@@ -9,18 +9,24 @@ import functools
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from orbax_safetensors_layout.errors import StorageError
 from orbax_safetensors_layout.runtime import DIRECT_CHUNK_BYTES, direct_scratch
 
 from .base import Buffer, ByteBuffer
 from .buffers import cut_out, fill, transfer
-from .local_file import DIRECT_MIN_BYTES, O_DIRECT, UNSUPPORTED, is_on_page
+from .local_file import (
+    DIRECT_MIN_BYTES,
+    FULL,
+    O_DIRECT,
+    UNSUPPORTED,
+    closed_on_error,
+    is_on_page,
+    storage_errors,
+)
 
 CFunction = Callable[..., int]
-FULL = "Free space on the disk and repeat the call; what is written so far is kept."
 _PAGE = mmap.PAGESIZE
 
 
@@ -111,11 +117,8 @@ class ResumableFile:
         self.file = file
         with storage_errors(f"cannot make room for {size} bytes", file, full=FULL):
             self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
+            with closed_on_error(self._fd):
                 _allocate_file(self._fd, size)
-            except BaseException:
-                os.close(self._fd)
-                raise
 
     def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         parts = _flat(buffers)
@@ -194,20 +197,3 @@ def libc_function(name: str, *argument_types: Any) -> CFunction | None:
     function.argtypes = argument_types
     function.restype = ctypes.c_int
     return cast(CFunction, function)
-
-
-@contextlib.contextmanager
-def storage_errors(
-    doing: str,
-    file: str,
-    *,
-    full: str = "Free space on the disk, or save elsewhere; nothing of this save is kept.",
-) -> Iterator[None]:
-    """Turns an `OSError` into a `StorageError`; `full` says what to do about a full disk."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        hint = full if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
-        raise StorageError(doing, file=file, found=error.strerror or error, hint=hint) from error

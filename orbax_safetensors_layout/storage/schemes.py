@@ -103,7 +103,7 @@ def _open_web(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
 
 def _open_cloud(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
     scheme, _, rest = text.partition("://")
-    with _needs("obstore", "cloud", text):
+    with _needs("obstore", text):
         from .cloud import CloudStorage
     bucket, _, key = rest.partition("/")
     if not bucket:
@@ -119,13 +119,13 @@ def _open_cloud(text: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
 
 
 def _open_hub(path: str, retries: RetryPolicy | None) -> tuple[Storage, str]:
-    with _needs("huggingface_hub", "hf", path):
+    with _needs("huggingface_hub", path):
         from .hub import HubStorage
     return HubStorage(path, retries), path
 
 
 @contextlib.contextmanager
-def _needs(package: str, extra: str, path: str) -> Iterator[None]:
+def _needs(package: str, path: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
@@ -133,7 +133,7 @@ def _needs(package: str, extra: str, path: str) -> Iterator[None]:
             f"{path.partition('://')[0]}:// paths need the package `{package}`",
             file=path,
             found=error,
-            hint=f"pip install 'orbax-safetensors-layout[{extra}]'",
+            hint=f"pip install --upgrade {package}",
         ) from error
 
 

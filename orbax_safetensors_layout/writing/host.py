@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +22,47 @@ _SLABS = 4  # that fit the budget together: some are written while the next come
 _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
 
 
+class HostCopies:
+    """Copies of shards in host memory, for as long as somebody holds them.
+
+    Two saves at a time, such as a training step and its export, copy an array that both have once.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+    def find(self, array: jax.Array, number: int) -> jax.Array | None:
+        """Return the copy of an addressable shard, by its number; it may be on its way."""
+        of, copy = self._copies.get((id(array), number), (None, None))
+        return copy() if of is not None and copy is not None and of() is array else None
+
+    def add(self, array: jax.Array, number: int, copy: jax.Array) -> None:
+        key = id(array), number
+        self._copies[key] = weakref.ref(array), weakref.ref(copy, self._forget(key))
+
+    def _forget(self, key: tuple[int, int]) -> Callable[[weakref.ref[Any]], None]:
+        def forget(copy: weakref.ref[Any]) -> None:
+            if self._copies.get(key, (None, None))[1] is copy:  # not a later one's
+                del self._copies[key]
+
+        return forget
+
+
+_host_copies = HostCopies()
+
+
 class PendingShards(NamedTuple):
     """Shards on their way to the host."""
 
     arrays: Sequence[Any]  # numpy's, and JAX's, which numpy waits for
     is_captured: bool
+
+
+class _Captured(NamedTuple):
+    """Members on the host; their memory lives on when an array is deleted."""
+
+    members: Sequence[np.ndarray]
+    pinned: Sequence[jax.Array] = ()  # that they are views of, for other saves to find
 
 
 class HostValues:
@@ -40,7 +77,7 @@ class HostValues:
         self._values = list(values)
         self._leaves = leaves
         self._numbers: dict[tuple[Sharding, tuple[int, ...]], dict[Box, int]] = {}
-        self._captured: dict[tuple[int, tuple[int, ...]], Sequence[np.ndarray]] = {}
+        self._captured: dict[tuple[int, tuple[int, ...]], _Captured] = {}
         self._lock = threading.Lock()
         self._left = 0
         self._all_captured = threading.Event()
@@ -95,7 +132,7 @@ class HostValues:
     def begin(self, part: FilePart) -> PendingShards:
         """Begins to copy a part's members to the host; `wait` waits for them."""
         captured = self._captured.pop((part.leaf, part.tile.members), None)
-        arrays = self._begin(part) if captured is None else captured
+        arrays = self._begin(part) if captured is None else captured.members
         return PendingShards(arrays, is_captured=captured is not None)
 
     def wait(self, pending: PendingShards) -> list[np.ndarray]:
@@ -115,14 +152,18 @@ class HostValues:
         boxes = [held.boxes[number] for number in part.tile.members]
         numbers = self._shard_numbers(value)
         shards = [value.addressable_data(numbers[box]) for box in boxes]
-        if not _on_host(value):
-            shape = part.tile.member_shape
-            regions = [
-                shard if shape == shard.shape else _region(shard, box, part.tile.box)
-                for shard, box in zip(shards, boxes, strict=True)
-            ]
-            return _to_host(regions)
-        return shards
+        if _on_host(value):
+            return shards
+        if part.tile.member_shape != shards[0].shape:
+            return _to_host(
+                [_region(s, b, part.tile.box) for s, b in zip(shards, boxes, strict=True)]
+            )
+        copies = [_host_copies.find(value, numbers[box]) for box in boxes]
+        missing = [n for n, copy in enumerate(copies) if copy is None]
+        for n, copy in zip(missing, _to_host([shards[n] for n in missing]), strict=True):
+            copies[n] = copy
+            _host_copies.add(value, numbers[boxes[n]], copy)
+        return copies
 
     def _shard_numbers(self, array: jax.Array) -> dict[Box, int]:
         """Return which addressable shard holds each box, equal shardings and shapes once."""
@@ -141,15 +182,16 @@ class HostValues:
 
     def shard(self, leaf: int, held: int) -> np.ndarray:
         """Return contiguous values of a box, by its number among those of all processes."""
-        members = self._captured.get((leaf, (held,)))
-        if members is None:
+        captured = self._captured.get((leaf, (held,)))
+        if captured is None:
             part = self.box_part(leaf, held)
             members = [np.asarray(array) for array in self._begin(part)]
             is_contiguous = members[0].flags.c_contiguous
             members = members if is_contiguous else [members[0].copy()]
             if self.held_bytes(part) or not is_contiguous:  # it is asked for again and again
-                self._captured[leaf, (held,)] = members
-        return members[0]
+                self._captured[leaf, (held,)] = _Captured(members)
+            return members[0]
+        return captured.members[0]
 
     def box_part(self, leaf: int, held: int) -> FilePart:
         """Return a box as a part that belongs to no file."""
@@ -161,17 +203,29 @@ class HostValues:
         self._copies = True
         held, begun, left = 0, [], 0
         for part in parts:
-            nbytes = self.held_bytes(part)
+            nbytes = 0 if self._is_copied(part) else self.held_bytes(part)
             if budget_bytes is not None and nbytes and held + nbytes > budget_bytes:
                 left += sum(1 for _ in self.cut(part, budget_bytes))
                 continue
             held += nbytes
             begun.append((part, self._begin(part)))
         for part, arrays in begun:
-            self._captured[part.leaf, part.tile.members] = [*map(np.asarray, arrays)]
+            members = [*map(np.asarray, arrays)]
+            pinned = tuple(array for array in arrays if _is_pinned(array))
+            self._captured[part.leaf, part.tile.members] = _Captured(members, pinned)
         self._left = left
         if not left:
             self.release()
+
+    def _is_copied(self, part: FilePart) -> bool:
+        """Whether another save holds host copies of the shards that a part has whole."""
+        value, held = self._values[part.leaf], self._leaves[part.leaf].held
+        if not isinstance(value, jax.Array) or _on_host(value):
+            return False
+        numbers, boxes = self._shard_numbers(value), [held.boxes[n] for n in part.tile.members]
+        if any(part.tile.member_shape != box.shape for box in boxes):
+            return False
+        return all(_host_copies.find(value, numbers[box]) is not None for box in boxes)
 
     def wait_captured(self, timeout_seconds: float | None = None) -> bool:
         """Waits until all that `capture` left out is on the host; returns whether it is."""
@@ -186,6 +240,10 @@ def _on_host(array: jax.Array) -> bool:
     """Whether numpy sees the memory of the array itself; sub-byte elements it does not."""
     devices: Iterable[Any] = array.sharding.addressable_devices
     return all(device.platform == "cpu" for device in devices) and array.dtype not in SUB_BYTE
+
+
+def _is_pinned(array: Any) -> bool:
+    return isinstance(array, jax.Array) and array.sharding.memory_kind == "pinned_host"
 
 
 def _region(shard: jax.Array, box: Box, region: Box) -> jax.Array:

@@ -145,10 +145,9 @@ def test_load_async_keeps_the_settings_it_started_with(safetensors_layout, folde
     assert seen[-1].done_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
 
 
-def test_load_async_reports_errors_in_result(safetensors_layout, folder):
-    response = ocp.load_async(folder, {"model.nrom.weight": NORM_LEAF})
+def test_load_async_holds_the_tree_against_the_headers_at_once(safetensors_layout, folder):
     with pytest.raises(KeyError, match=r"Tensor 'model\.nrom\.weight' not found"):
-        response.result(60)
+        ocp.load_async(folder, {"model.nrom.weight": NORM_LEAF})
 
 
 def test_load_inside_a_running_event_loop(layout, folder):
@@ -337,6 +336,23 @@ def test_handler_follows_partial_load(tmp_path, folder):
     with context:
         loaded = ocp.load(path, tree, checkpointable_name="params")
     assert_same_bits(loaded["model"]["norm"]["weight"], TENSORS[NORM])
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [
+        ({"a": np.ones(3), "c": np.ones(2)}, osl.MissingTensorError),
+        ({"a": np.ones(3)}, osl.UnexpectedTensorError),
+        ({"a": np.ones(4), "b": np.ones(2)}, osl.ShapeMismatchError),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_a_step_that_does_not_fit_the_tree_is_our_error(tmp_path, tree, kind):
+    """Not Orbax's, of an incompatible handler and all of the tree."""
+    with ocp.training.Checkpointer(tmp_path / "run", context=osl.context("state")) as training:
+        training.save(1, {"a": np.ones(3), "b": np.ones(2)})
+        with pytest.raises(kind):
+            training.load(1, tree)
 
 
 @pytest.mark.parametrize(

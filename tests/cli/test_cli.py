@@ -166,3 +166,33 @@ def test_the_script_is_declared():
     scripts = tomllib.loads(text)["project"]["scripts"]
     assert scripts == {"orbax-safetensors": "orbax_safetensors_layout.cli:main"}
     assert callable(cli.main)
+
+
+def test_a_terminal_of_80_columns_breaks_no_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("orbax_safetensors_layout.cli.output._columns", lambda stream: 80)
+    long = "model.language_model.layers.{}.post_attention_layernorm.linear.weight"
+    tensors = {long.format(n): np.zeros((2048, 4), np.float32) for n in range(2)}
+    osl.save("model", tensors, options=osl.WriteOptions(max_file_bytes=1))
+    Path("maps.py").write_text(
+        "import orbax_safetensors_layout as osl\n"
+        "rules = [osl.rule(f'leaf_{n}', osl.tensor(f'absent.{n}')) for n in range(9)]\n"
+        "wrong = osl.Mapping(rules)\n"
+    )
+    mesh = ("--mesh", "fsdp=64", "--hosts", "64")
+    shown = {}
+    for arguments in (
+        ("inspect", "model"),
+        ("inspect", "absent"),
+        ("plan", "model", *mesh),
+        ("plan", "model", *mesh, "--mapping", "maps.py:wrong"),
+    ):
+        main(arguments)
+        out, err = capsys.readouterr()
+        path = os.fspath(tmp_path)
+        broken = [line for line in (out + err).splitlines() if len(line) > 80 and path not in line]
+        assert not broken, arguments
+        shown[arguments] = out + err
+    assert "\n    dtype  shape      tensors " in shown["inspect", "model"]
+    # The problems of a mapping have a line each.
+    assert shown[arguments].count("\n  - leaf ") == 9

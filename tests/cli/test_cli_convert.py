@@ -63,6 +63,28 @@ def test_a_step_into_pieces(tmp_path):
         np.testing.assert_array_equal(loaded[name], value.astype(np.float32), strict=True)
 
 
+def test_an_export_of_a_step_of_this_package(tmp_path):
+    weights = {f"model.{i}.up.weight": np.arange(6, dtype="f4").reshape(2, 3) + i for i in range(2)}
+    hf = save(tmp_path / "hf", weights)
+    (tmp_path / "maps.py").write_text(
+        "import orbax_safetensors_layout as osl\n"
+        "up = osl.tensor('model.{i}.up.weight').transpose()\n"
+        "layers = osl.Mapping([osl.rule('layers.up', osl.stack(up, over='i'))])\n"
+    )
+    stacked = np.stack([weight.T for weight in weights.values()])
+    registry = osl.handler_registry("default")
+    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:
+        state = {"params": {"layers": {"up": stacked}}, "step": 7}
+        manager.save(7, args=ocp.args.StandardSave(state))
+    arguments = ("convert", "run", "exported", "--step", 7, "--mapping", "maps.py:layers")
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "(--subtree)" in done.stderr
+    done = run(*arguments, "--subtree", "params", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert run("verify", tmp_path / "exported", "--against", hf).returncode == 0
+
+
 def test_misuse(tmp_path):
     save(tmp_path / "hf", {"w": np.zeros((3, 3), np.float32)})
     for arguments in (

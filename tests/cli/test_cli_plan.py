@@ -221,24 +221,18 @@ def test_pieces_families_and_abstract_trees(tmp_path, capsys, monkeypatch):
                 leaf = jax.ShapeDtypeStruct((16, 8), np.float32)
                 sharded = jax.ShapeDtypeStruct((16, 8), np.float32, sharding=split)
                 return {"layers": [{"w": sharded}, {"w": leaf}]}
+            same = tree()
             """
         )
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    report = planned(
-        capsys,
-        "whole",
-        "--abstract",
-        "a_model:tree",
-        "--hosts",
-        "2",
-        "--spec",
-        ".*1.w = replicated",
-    )
-    assert report["mesh"] == {"x": 4}
-    assert report["total"]["needed_bytes"] == 512 + 2 * 512
-    assert report["device_bytes"] == 128 + 512
+    for tree in ("a_model:tree", "a_model.py:tree", "a_model.py:same"):
+        given = ("--abstract", tree, "--hosts", "2", "--spec", ".*1.w = replicated")
+        report = planned(capsys, "whole", *given)
+        assert report["mesh"] == {"x": 4}
+        assert report["total"]["needed_bytes"] == 512 + 2 * 512
+        assert report["device_bytes"] == 128 + 512
 
 
 def test_the_costs_of_a_mapping(tmp_path, capsys):

@@ -262,11 +262,10 @@ def test_lines_of_the_journal_are_written_whole(tmp_path):
     write = os.write
     journal = Journal(str(tmp_path), "source", "arguments", block_bytes=8, groups="groups")
     group = WrittenGroup(["digest"], [("file", 0, 8, 7)], [])
-    with mock.patch("os.write", lambda fd, data: write(fd, data[:7])):
-        journal.open(0)
+    few = mock.patch("os.write", lambda fd, data: write(fd, data[:7]))
+    with few, journal.opened(0):
         journal.add(0, group)
         journal.add(1, group)
-    journal.close()
     assert journal.read() == {0: group, 1: group}
 
 
@@ -278,9 +277,8 @@ DEEP, LONG = "[" * 100_000, '{"version": 1' + "0" * 5000 + "}"
 )
 def test_a_damaged_journal_is_named(tmp_path, line):
     journal = Journal(str(tmp_path), "source", "arguments", block_bytes=8, groups="groups")
-    journal.open(0)
-    journal.add(0, ["a"])
-    journal.close()
+    with journal.opened(0):
+        journal.add(0, ["a"])
     file = tmp_path / "journal-0.jsonl"
     head, *groups = file.read_text().splitlines()
     for lines in ([line, *groups], [head, line, *groups]):
@@ -293,8 +291,8 @@ def test_a_damaged_journal_is_named(tmp_path, line):
 @pytest.mark.parametrize("block_bytes", [0, -1, True, None, "8", 8.0, [8]])
 def test_a_journal_that_says_no_size_of_blocks_is_damaged(tmp_path, block_bytes):
     journal = Journal(str(tmp_path), "source", "arguments", block_bytes=8, groups="groups")
-    journal.open(0)
-    journal.close()
+    with journal.opened(0):
+        pass
     file = tmp_path / "journal-0.jsonl"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"block_bytes": block_bytes}) + "\n")
     for read in (journal.read, lambda: Journal.block_bytes(str(tmp_path))):
@@ -307,8 +305,8 @@ def test_journals_of_two_sizes_of_blocks_are_not_mixed(tmp_path):
         journal = Journal(
             str(tmp_path), "source", "arguments", block_bytes=8 + process, groups="groups"
         )
-        journal.open(process)
-        journal.close()
+        with journal.opened(process):
+            pass
     with pytest.raises(osl.SafetensorsLayoutError, match="in other parts"):
         journal.read()
 

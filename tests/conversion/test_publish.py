@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import zstandard
+from changing_models import as_bytes, changed, history, model
 from checkpoints import save
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -26,33 +27,6 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
 
 INDEX = "model.safetensors.index.json"
-DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, np.int8, np.bool_]
-
-
-def model(seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = [(64, 48), (300,), (), (0, 3), (7, 5, 3)]
-    return {
-        f"layer.{number}.weight": jnp.asarray((rng.normal(size=shape) * 3).astype(dtype))
-        for number, (shape, dtype) in enumerate(zip(shapes * 2, DTYPES * 2, strict=False))
-    }
-
-
-def changed(tree, seed, few=0.3):
-    """Flip the lowest bit of some elements of some tensors."""
-    rng = np.random.default_rng(seed)
-    new = dict(tree)
-    for name, value in tree.items():
-        if rng.random() < 0.7 and value.size:
-            host = np.array(value)
-            bits = host.reshape(-1).view(np.uint8).reshape(-1, host.itemsize)
-            bits[rng.random(len(bits)) < few, 0] ^= 1
-            new[name] = jnp.asarray(host)
-    return new
-
-
-def as_bytes(tree):
-    return {name: np.asarray(value).tobytes() for name, value in tree.items()}
 
 
 def flat(tree, prefix=""):
@@ -61,16 +35,6 @@ def flat(tree, prefix=""):
         name = f"{prefix}{key}"
         found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return found
-
-
-def history(folder, count, **options):
-    """Publish versions; return the bytes of each by its number."""
-    tree, seen = model(), {}
-    for number in range(1, count + 1):
-        assert osl.publish(folder, tree, **options) == number
-        seen[number] = as_bytes(tree)
-        tree = changed(tree, number)
-    return seen
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +122,9 @@ def test_twenty_versions_of_two_gigabytes(tmp_path):
     }
     total = sum(value.nbytes for value in tree.values())
     osl.publish(tmp_path / "all", tree)
+    held = osl.pull(
+        tmp_path / "all", {n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in tree.items()}
+    )
     for number in range(2, 22):
         for value in tree.values():
             bits = value.view(np.uint16).reshape(-1)
@@ -171,12 +138,18 @@ def test_twenty_versions_of_two_gigabytes(tmp_path):
         assert written <= (0.04 * total if number % 10 else 1.01 * total)
         began = time.perf_counter()
         osl.pull(tmp_path / "all", tmp_path / "own")
+        copied = time.perf_counter() - began
+        held = osl.pull(tmp_path / "all", held, donate=True)
+        in_place = time.perf_counter() - began - copied
         print(
             f"{number}: {written / total:.2%}, published in {published:.1f} s, pulled in"
-            f" {time.perf_counter() - began:.1f} s"
+            f" {copied:.1f} s, in place in {in_place:.1f} s"
         )
-        pulled = osl.load(tmp_path / "own")
-        assert all(pulled[name].tobytes() == value.tobytes() for name, value in tree.items())
+        for pulled in (osl.load(tmp_path / "own"), held.tree):
+            for name, value in tree.items():
+                assert np.array_equal(
+                    np.asarray(pulled[name]).view(np.uint16), value.view(np.uint16)
+                )
 
 
 # Through a mapping, from a model as its base.
@@ -496,3 +469,20 @@ def test_one_process_that_fails_fails_all(tmp_path, path):  # noqa: F811
     assert "PeerError: process 1 failed while comparing tensors" in results[0][0]
     assert all(seconds < 60 for _, seconds in results)
     assert sorted(file.name for file in (tmp_path / "all").iterdir()) == ["weight_v000001"]
+
+
+def test_what_is_odd_on_one_process_is_an_error_on_all_or_pulled_anew(tmp_path):
+    """No process waits for one that has failed, or holds another version than it."""
+    results = run_processes("pull_fails.py", processes=2, devices=2, target=str(tmp_path / "all"))
+    assert all(seconds < 20 for result in results for _, seconds in result.values())
+    for process, result in enumerate(results):
+        assert [result.pop(name)[0] for name in ("differs", "pulled")] == [2, 2]
+        message, _ = result.pop("shared")
+        assert "process 1 has no part of an array" in message
+        assert "whole_every=1" in message
+        for name, (message, _) in result.items():
+            if process == 0 and message == 2:  # a load that exchanges nothing
+                assert "apply_difference" in name
+                continue
+            assert "OSError: the disk is gone" in message
+            assert ("PeerError: process 1 failed" in message) == (process == 0)

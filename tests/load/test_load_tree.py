@@ -452,3 +452,13 @@ def test_an_integer_of_more_digits_than_python_prints_is_refused_by_name(tmp_pat
     osl.save(tmp_path, {"v": 10**5000})
     with pytest.raises(osl.MismatchError, match=r"'v'.*an integer of 16610 bits"):
         osl.load(tmp_path, {"v": abstract})
+
+
+def test_a_tree_of_other_names_is_told_of_mappings(tmp_path):
+    folder = save(tmp_path / "hf", {f"model.{n}.weight": np.ones(2, np.float32) for n in range(5)})
+    leaf = jax.ShapeDtypeStruct((2,), np.float32)
+    with pytest.raises(osl.MissingTensorError, match=r"'model.0.weight', .* and 2 more.*mapping="):
+        osl.load(folder, {"layers": {"norm": leaf}})
+    with pytest.raises(osl.MissingTensorError) as caught:
+        osl.load(folder, {"model.0.weight": leaf, "norm": leaf})
+    assert "mapping=" not in str(caught.value)

@@ -250,7 +250,9 @@ def test_square_experts_have_to_be_told(tmp_path):
     path = adapter(tmp_path / "lora", lora, target_parameters=["mlp.experts.down_proj"])
     with pytest.raises(osl.MappingError, match="is square"):
         osl.load(base, mapping=osl.peft.merge(None, path, base=base))
-    for patterns, layout in ((["none"], "eoi"), (["*.experts.*"], "eio")):
+    with pytest.raises(osl.MappingError, match=r"which no module .* 'mlp.experts.down_proj'"):
+        osl.peft.merge(None, path, base=base, transposed=["*.expert.*"])
+    for patterns, layout in (((), "eoi"), (["*.experts.*"], "eio")):
         mapping = osl.peft.merge(None, path, base=base, transposed=patterns)
         expected = weight + experts_change(lora, module, experts, 1.5, layout)
         np.testing.assert_allclose(

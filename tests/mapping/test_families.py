@@ -287,6 +287,18 @@ def test_experts_of_a_layer_in_one_tensor(saved):
     check(families.mapping(folder), folder, tensors, expected)
 
 
+def test_types_of_layers_of_granite_4_as_it_is_published(saved):
+    config = saved["granitemoehybrid"].config
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    published = config | {"layer_types": [names[kind] for kind in config["layer_types"]]}
+    assert families.mapping(published).rules == families.mapping(config).rules
+    without = {k: v for k, v in published.items() if k not in ("mamba_d_head", "layer_types")}
+    leaves = families.mapping(without).rules
+    assert not any("self_attn" in rule.target for rule in leaves)
+    with pytest.raises(MappingError, match="mamba_d_head"):
+        families.mapping(config | {"mamba_d_head": 7})
+
+
 @pytest.mark.parametrize("hidden", [32, 48, 24])
 def test_experts_of_qwen_3_vl_lie_either_way(tmp_path, hidden):
     """Published ones have inputs first, and what transformers 5 saves has them last."""

@@ -217,6 +217,16 @@ def test_a_leaf_with_a_tensor_of_its_own_is_tied_to_none():
         assert set(mapping.inverse().bind(leaves).expressions) == {"e", "h"}
 
 
+def test_a_save_that_needs_the_names_of_files_says_so():
+    rules = [osl.rule("{i}.q", osl.tensor("m.{i}.q.w").transpose())]
+    mapping = osl.Mapping([*rules, osl.rule("{i}.{x}", osl.tensor("m.{i}.{x}"))])
+    files = {"m.0.q.w": ((2, 3), np.float32), "m.0.norm": ((2,), np.float32)}
+    leaves = mapping.leaf_facts(files)
+    with pytest.raises(MappingError, match=r"2 rules make leaf '0\.q'.*mapping\.like\(path\)"):
+        mapping.inverse().bind(leaves)
+    assert {*mapping.like(files).inverse().bind(leaves).expressions} == {*files}
+
+
 def test_like_refuses_what_would_be_lost():
     specs = specs_of(llama()) | {f"vision.{i}.w": ((2,), np.dtype(F32)) for i in range(3)}
     for mapping in (Mapping(RULES, ignore="vision.*"), Mapping(RULES, strict=False)):

@@ -23,6 +23,7 @@ def main(source, target, is_mapped):
     leaves, treedef = jax.tree.flatten(osl.load(source, mapping=mapping))
     abstract = jax.tree.unflatten(treedef, [placed(n, leaf) for n, leaf in enumerate(leaves)])
     tree = osl.load(source, abstract, mapping=mapping)
+    held = osl.Pulled(0, osl.load(source, abstract, mapping=mapping))
     same, values = [], {}
     for number in (1, 2, 3):
         tree = jax.tree.map(
@@ -32,6 +33,9 @@ def main(source, target, is_mapped):
         pulled = osl.pull(target, abstract, mapping=mapping, base=source)
         assert pulled.version == number
         pairs = zip(jax.tree.leaves(pulled.tree), jax.tree.leaves(tree), strict=True)
+        same += [same_shards(a, b) for a, b in pairs]
+        held = osl.pull(target, held, mapping=mapping, base=source, donate=True)
+        pairs = zip(jax.tree.leaves(held.tree), jax.tree.leaves(tree), strict=True)
         same += [same_shards(a, b) for a, b in pairs]
         everywhere = NamedSharding(mesh, P())
         tensors = mapping.unapply(tree, everywhere) if is_mapped else tree

@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 import termios
@@ -56,7 +57,7 @@ def test_nothing_to_do_writes_nothing():
 
 def test_a_terminal_gets_a_bar():
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
+    termios.tcsetwinsize(theirs, (24, 80))
     command = [sys.executable, program_path("progress_bar.py")]
     subprocess.run(command, stderr=theirs, check=True, timeout=120)
     os.close(theirs)
@@ -70,3 +71,5 @@ def test_a_terminal_gets_a_bar():
         os.close(ours)
     assert b"100%" in shown
     assert b"next.phase" in shown
+    assert b"nothing to do" not in shown
+    assert re.search(r"100%\|█{7,}\| 7.00/7.00 .*norm\.next\.phase\]", shown.decode())

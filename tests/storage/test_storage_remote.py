@@ -335,7 +335,7 @@ def test_offline_mode_that_begins_later_is_respected(hub, folder, monkeypatch):
 
 def test_without_huggingface_hub_the_error_tells_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax_safetensors_layout.storage.hub", None)
-    with pytest.raises(osl.StorageError, match=r"pip install 'orbax-safetensors-layout\[hf\]'"):
+    with pytest.raises(osl.StorageError, match=r"pip install --upgrade huggingface_hub"):
         osl.load("hf://org/model")
 
 

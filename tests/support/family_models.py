@@ -36,6 +36,14 @@ HYBRID = {
     "linear_value_head_dim": 12,
 }
 MIXER = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 2, "expand": 2}
+GRANITE = {
+    "num_hidden_layers": 5,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full") * 2][:5],
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "shared_intermediate_size": 20,
+}
 SHARED = {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 20}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -138,6 +146,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4_mini": ("Phi3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "granite": ("Granite", {"embedding_multiplier": 12.0, "logits_scaling": 8.0}),
     "granite_biased": ("Granite", {"attention_bias": True, "mlp_bias": True}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {**GRANITE, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
+    "granitemoehybrid_dense": (
+        "GraniteMoeHybrid",
+        {**GRANITE, "num_local_experts": 0, "attention_bias": True, "mamba_proj_bias": True}
+        | {"mamba_conv_bias": False, "tie_word_embeddings": True},
+    ),
     "starcoder2": ("Starcoder2", {}),
     "starcoder2_unbiased": ("Starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "cohere": ("Cohere", {"use_qk_norm": True}),

@@ -144,6 +144,8 @@ def plain_layer(family, x):
         leaves |= {f"self_attn.{names.get(name, name)}.kernel": array for name, array in kernels}
     elif "linear_attn.A_log" in x:
         leaves |= linear_attention(x)
+    elif "mamba.A_log" in x:
+        leaves |= mamba_mixer(x, "mamba", x.c["mamba_n_heads"])
     else:
         kernels = attention_kernels(x).items()
         leaves |= {f"self_attn.{name}_proj.kernel": array for name, array in kernels}
@@ -179,6 +181,8 @@ def plain_layer(family, x):
         leaves["mlp.shared_expert_gate.kernel"] = x.linear("mlp.shared_expert_gate")
     if family == "llama4":
         leaves |= llama4_mlp(x)
+    if family == "granitemoehybrid":
+        leaves |= granite_mlp(x)
     if family in ("gemma3n", "gemma4"):
         leaves |= gemma_additions(x)
     if "mlp.gate.e_score_correction_bias" in x:
@@ -199,6 +203,23 @@ def plain_layer(family, x):
             leaves[f"mlp.experts.{name}.bias"] = bias[..., start::2]
         leaves["mlp.experts.down_proj.kernel"] = x("mlp.experts.down_proj")
         leaves["mlp.experts.down_proj.bias"] = x("mlp.experts.down_proj_bias")
+    return leaves
+
+
+def granite_mlp(x):
+    """The MLP of all tokens, and the experts beside it, of Granite 4."""
+    gate, up = np.split(x("shared_mlp.input_linear.weight"), 2)
+    leaves = {
+        "shared_mlp.gate_proj.kernel": gate.T,
+        "shared_mlp.up_proj.kernel": up.T,
+        "shared_mlp.down_proj.kernel": x.linear("shared_mlp.output_linear"),
+    }
+    if "block_sparse_moe.router.layer.weight" in x:
+        leaves["mlp.router.kernel"] = x.linear("block_sparse_moe.router.layer")
+        kernels = [*np.split(x("block_sparse_moe.input_linear.weight"), 2, axis=1)]
+        kernels.append(x("block_sparse_moe.output_linear.weight"))
+        for name, kernel in zip(("gate", "up", "down"), kernels, strict=True):
+            leaves[f"mlp.experts.{name}_proj.kernel"] = kernel.transpose(0, 2, 1)
     return leaves
 
 
@@ -253,23 +274,26 @@ def kind_of(family, config, i, layers):
         words += "kv_shared_"
     if any(sparse) and not all(sparse):
         words += "moe_" if sparse[i] else "dense_"
-    if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4"):
+    if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "granitemoehybrid"):
         words += config["layer_types"][i].removesuffix("attention")
     return words
 
 
 def mamba_layer(x):
     """`Mamba2Mixer` and the norm before it."""
-    out = x("mixer.out_proj.weight")
+    return {"norm.scale": x("norm.weight")} | mamba_mixer(x, "mixer", x.c["num_heads"])
+
+
+def mamba_mixer(x, module, heads):
+    out = x(f"{module}.out_proj.weight")
     leaves = {
-        "norm.scale": x("norm.weight"),
-        "mixer.norm.scale": x("mixer.norm.weight"),
-        "mixer.conv1d.kernel": x("mixer.conv1d.weight").transpose(2, 1, 0),
-        "mixer.in_proj.kernel": x.linear("mixer.in_proj"),
-        "mixer.out_proj.kernel": out.T.reshape(x.c["num_heads"], x.c["head_dim"], len(out)),
+        f"{module}.norm.scale": x(f"{module}.norm.weight"),
+        f"{module}.conv1d.kernel": x(f"{module}.conv1d.weight").transpose(2, 1, 0),
+        f"{module}.in_proj.kernel": x.linear(f"{module}.in_proj"),
+        f"{module}.out_proj.kernel": out.T.reshape(heads, -1, len(out)),
     }
-    same = [f"mixer.{name}" for name in ("A_log", "D", "dt_bias")]
-    same += [f"mixer.{name}.bias" for name in ("in_proj", "conv1d", "out_proj")]
+    same = [f"{module}.{name}" for name in ("A_log", "D", "dt_bias")]
+    same += [f"{module}.{name}.bias" for name in ("in_proj", "conv1d", "out_proj")]
     return leaves | {name: x(name) for name in same if name in x}
 
 

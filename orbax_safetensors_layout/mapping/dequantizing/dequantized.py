@@ -73,7 +73,7 @@ def dequantized(path: str | os.PathLike[str], *, dtype: Any = "bfloat16") -> Map
         CheckpointNotFoundError: There is no checkpoint.
         FormatError: A file is malformed.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np, safetensors.numpy
         >>> folder = tempfile.mkdtemp()
         >>> weights = {

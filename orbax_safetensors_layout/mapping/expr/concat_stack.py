@@ -160,7 +160,7 @@ def stack(
         indices: Those to stack, in this order; a slice chooses among those that the checkpoint
             has. None takes all that it has. They must have no gaps.
 
-    Example:
+    Examples:
         >>> from orbax_safetensors_layout.mapping import tensor
         >>> stack(tensor("model.layers.{i}.norm.weight"), over="i")
         stack(tensor('model.layers.{i}.norm.weight'), over='i')

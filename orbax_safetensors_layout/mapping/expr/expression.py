@@ -26,7 +26,7 @@ from .values import Add, Cast, Scale, ValueOp, as_dtype
 class Expr(abc.ABC):
     """An array made of tensors of a checkpoint.
 
-    Example:
+    Examples:
         >>> tensor("model.layers.{i}.q_proj.weight").rearrange("(h d) e -> e h d", d=128)
         tensor('model.layers.{i}.q_proj.weight').rearrange('(h d) e -> e h d', d=128)
     """

@@ -102,7 +102,7 @@ def opaque(fn: Callable[..., Any], *exprs: Expr, shape: Sequence[int], dtype: An
         shape: The result's shape.
         dtype: The result's dtype.
 
-    Example:
+    Examples:
         >>> from orbax_safetensors_layout.mapping import tensor
         >>> opaque(np.linalg.inv, tensor("rotation"), shape=(4, 4), dtype="float32")
         opaque(inv, tensor('rotation'), shape=(4, 4), dtype='float32')

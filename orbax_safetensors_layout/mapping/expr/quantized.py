@@ -191,7 +191,7 @@ def dequantize_block(
         block: Extents of a block, of the last axes. Blocks at the edges may be smaller.
         dtype: The result's dtype.
 
-    Example:
+    Examples:
         >>> from orbax_safetensors_layout.mapping import tensor
         >>> dequantize_block(tensor("up.weight"), tensor("up.weight_scale_inv")).transpose()
         dequantize_block(tensor('up.weight'), tensor('up.weight_scale_inv'), block=(128, 128),

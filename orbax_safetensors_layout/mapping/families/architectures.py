@@ -12,6 +12,7 @@ from typing import Any, Literal
 _QKV = ("q_proj", "k_proj", "v_proj")
 _QKVO = (*_QKV, "o_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
+MIXED, CONVOLVED = ("in_proj", "out_proj"), ("conv1d",)  # projections of a Mamba mixer
 _TIED = {"tie_word_embeddings": True}
 _SPARSE_STEP = {"decoder_sparse_step": 1, "mlp_only_layers": ()}
 _HYBRID = {"head_dim": 256, "full_attention_interval": 4} | {
@@ -85,7 +86,8 @@ class Architecture:
         root: The same of a model by itself.
         embedding: The tensor of the embedding, after the prefix.
         norm: The tensor of the last norm.
-        state_space: Whether layers have a Mamba mixer in place of attention and MLP.
+        mixer: The module of a Mamba mixer: `mixer`, in place of attention and MLP of every layer,
+            or `mamba`, in place of the attention of those with linear attention.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -117,7 +119,7 @@ class Architecture:
     root: str = "model."
     embedding: str = "embed_tokens.weight"
     norm: str = "norm.weight"
-    state_space: bool = False
+    mixer: Literal["mixer", "mamba"] | None = None
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -288,13 +290,34 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"num_heads": 128, "head_dim": 64, "n_groups": 8, "state_size": 128},
         norms=("norm",),
         biases=(
-            Biases(("in_proj", "out_proj"), "use_bias"),
-            Biases(("conv1d",), "use_conv_bias", default=True),
+            Biases(MIXED, "use_bias"),
+            Biases(CONVOLVED, "use_conv_bias", default=True),
         ),
         root="backbone.",
         embedding="embeddings.weight",
         norm="norm_f.weight",
-        state_space=True,
+        mixer="mixer",
+    ),
+    "granitemoehybrid": Architecture(
+        defaults={
+            "num_local_experts": 8,
+            "mamba_n_heads": 128,
+            "mamba_d_head": "auto",
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "shared_intermediate_size": 1024,
+        },
+        biases=(
+            _ATTENTION_BIAS,
+            Biases(MIXED, "mamba_proj_bias"),
+            Biases(CONVOLVED, "mamba_conv_bias", default=True),
+        ),
+        feed_forward="block_sparse_moe",
+        experts=("transposed",),
+        router="router.layer",
+        attention_types=_LINEAR_OR_FULL,
+        mixer="mamba",
     ),
     "gemma3n": Architecture(
         defaults={

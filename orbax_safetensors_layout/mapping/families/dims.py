@@ -35,6 +35,7 @@ _TIED_BY_EITHER = """
     fast_vlm llava llava_next_video llava_onevision qwen2_5_vl qwen2_vl shieldgemma2 video_llama_3
 """
 
+_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 # Several times the largest published models: 126 layers; 94 layers of 512 experts. Rules are made
@@ -69,12 +70,19 @@ class LinearAttention:
 class StateSpace:
     """The mixer of Mamba 2."""
 
+    heads: int
+    head_dim: int
     groups: int  # that share their B and C
     state: int  # size of the state
 
-    def convolved(self, width: int) -> int:
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
         """Channels that are convolved: those of the heads, and B and C of each group."""
-        return width + 2 * self.groups * self.state
+        return self.width + 2 * self.groups * self.state
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +106,7 @@ class Dims:
     head_dim: int
     hidden: int
     fused_width: int  # of gate, and of up, where they are one tensor; else 0
+    shared_width: int  # the same of the MLP beside Granite's experts
     vocab: int  # rows of the embedding
     tied: bool  # whether the output kernel is the embedding where the files have none
     headless: bool  # whether the model is one without an output kernel, as embedders are
@@ -168,18 +177,23 @@ def dims_of(
     read = Section({**defaults, **known}, family)
     layers = read.integer("num_hidden_layers", bounds=(1, _MOST_LAYERS))
     hidden = read.integer("hidden_size")
-    heads_key = "num_heads" if architecture.state_space else "num_attention_heads"
+    heads_key = "num_heads" if architecture.mixer == "mixer" else "num_attention_heads"
     heads = read.integer(heads_key, bounds=(1, hidden))
     head_dim = read.integer("head_dim", hidden // heads)
     latent = _latent(read) if architecture.latent else None
     flag = architecture.experts_flag
     sparse = not defaults.keys().isdisjoint(_EXPERTS) and (flag is None or read.flag(flag, False))
+    if architecture.mixer == "mamba":  # smaller ones have no experts beside the MLP
+        sparse = read.integer("num_local_experts", bounds=(0, _MOST_EXPERTS)) > 0
     local = "linear" if architecture.linear else "sliding"
     n = read.integer(
         "full_attention_interval" if architecture.linear else "sliding_window_pattern", 0
     )
     cycle = [f"{local if i % n else 'full'}_attention" for i in range(1, layers + 1) if n]
     layer_types = read.texts("layer_types") or tuple(cycle)
+    if architecture.mixer == "mamba":  # files on the hub have other names than transformers 5
+        layer_types = tuple(_TYPES.get(kind, kind) for kind in layer_types)
+        layer_types = layer_types or ("linear_attention",) * layers
     if family == "gemma4":  # `Gemma4TextConfig` makes it so
         layer_types = (*layer_types[:-1], "full_attention")
     if layer_types and len(layer_types) != layers:
@@ -201,6 +215,9 @@ def dims_of(
         head_dim=head_dim,
         hidden=hidden,
         fused_width=_fused_width(architecture, read),
+        shared_width=read.integer("shared_intermediate_size")
+        if architecture.mixer == "mamba"
+        else 0,
         vocab=read.integer("vocab_size"),
         tied=_tied(outer, read),
         headless=_headless(outer),
@@ -215,9 +232,7 @@ def dims_of(
         else 0,
         latent=latent,
         linear=_linear(read) if architecture.linear else None,
-        state_space=StateSpace(read.integer("n_groups"), read.integer("state_size"))
-        if architecture.state_space
-        else None,
+        state_space=_state_space(architecture, read, heads, head_dim, hidden),
         experts_form=_experts_form(architecture, read, names, shape_of),
         biased=_biased(architecture, read),
         head_norms=architecture.head_norms is not None and (flag is None or read.flag(flag, False)),
@@ -338,11 +353,29 @@ def _linear(read: Section) -> LinearAttention:
     return LinearAttention(keys, values, *dims)
 
 
+def _state_space(
+    architecture: Architecture, read: Section, heads: int, head_dim: int, hidden: int
+) -> StateSpace | None:
+    if architecture.mixer is None:
+        return None
+    if architecture.mixer == "mixer":
+        return StateSpace(heads, head_dim, read.integer("n_groups"), read.integer("state_size"))
+    width = read.integer("mamba_expand") * hidden
+    heads = read.integer("mamba_n_heads", bounds=(1, width))
+    is_auto = read.get("mamba_d_head") == "auto"
+    head_dim = width // heads if is_auto else read.integer("mamba_d_head")
+    if heads * head_dim != width:
+        read.raise_error("mamba_d_head", f"{width:,} / mamba_n_heads {heads:,}", head_dim)
+    sizes = read.integer("mamba_n_groups"), read.integer("mamba_d_state")
+    return StateSpace(heads, head_dim, *sizes)
+
+
 def _fused_width(architecture: Architecture, read: Section) -> int:
     if not {"each", "stacked"}.issuperset(architecture.experts):
         if architecture.experts_flag and not read.flag(architecture.experts_flag, False):
             return 0
-        return read.integer("moe_intermediate_size")
+        hybrid = architecture.mixer == "mamba"
+        return read.integer("intermediate_size" if hybrid else "moe_intermediate_size")
     is_fused = architecture.fused or "stacked" in architecture.experts
     return read.integer("intermediate_size") if is_fused else 0
 

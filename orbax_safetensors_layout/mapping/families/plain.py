@@ -19,7 +19,8 @@ _NAMES = (
     (r"\bw1\b", "gate_proj"),
     (r"\bw3\b", "up_proj"),
     (r"\bw2\b", "down_proj"),
-    (r"mlp\.gate\b", "mlp.router"),
+    (r"mlp\.gate\b|mlp\.router\.layer", "mlp.router"),
+    ("output_linear", "down_proj"),  # of Granite's MLP
     (r"norm(_\d)?\.weight", r"norm\1.scale"),
     (r"\bweight\b", "kernel"),
 )

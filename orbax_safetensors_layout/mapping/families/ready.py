@@ -115,7 +115,7 @@ def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
         MappingError: There is no ready mapping for the model, or a value is missing.
         CheckpointNotFoundError: There is no configuration at the path.
 
-    Example:
+    Examples:
         >>> config = {
         ...     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16,
         ...     "num_attention_heads": 2, "num_key_value_heads": 1,

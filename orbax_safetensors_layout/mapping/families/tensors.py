@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .architectures import GATED
+from .architectures import CONVOLVED, GATED, MIXED
 from .dims import Dims, Latent, LayerKind, LinearAttention, StateSpace
 from .steps import LINEAR, ROUTER, VECTOR, FamilyLeaf, TensorStep
 
@@ -50,10 +50,12 @@ def layer_tensors(dims: Dims, kind: LayerKind) -> dict[str, TensorStep]:
         steps |= _ALTERNATING
     if dims.family == "gemma4":
         steps["layer_scalar"] = VECTOR
-    if dims.state_space is not None:
-        mixer = _mixer(dims, dims.state_space)
-        return steps | {f"mixer.{name}": step for name, step in mixer.items()}
-    if kind.attention == "linear" and dims.linear is not None:
+    if dims.state_space is not None and kind.attention != "full":
+        module, mixer = dims.architecture.mixer, _mixer(dims, dims.state_space)
+        steps |= {f"{module}.{name}": step for name, step in mixer.items()}
+        if module == "mixer":
+            return steps
+    elif kind.attention == "linear" and dims.linear is not None:
         attention = _linear_attention(dims.linear, joined=dims.architecture.linear == "joined")
         steps |= {f"linear_attn.{name}": step for name, step in attention.items()}
     else:
@@ -61,7 +63,9 @@ def layer_tensors(dims: Dims, kind: LayerKind) -> dict[str, TensorStep]:
         steps |= {f"self_attn.{name}": step for name, step in attention.items()}
     if kind.sparse:
         steps |= _experts(dims)
-    if not kind.sparse or dims.family == "gemma4":  # which has experts beside its MLP
+    if dims.architecture.mixer:
+        steps["shared_mlp.output_linear.weight"] = LINEAR
+    elif not kind.sparse or dims.family == "gemma4":  # which has experts beside its MLP
         steps |= _mlp(dims, dims.architecture.feed_forward)
     return steps
 
@@ -87,17 +91,17 @@ def _linear_attention(linear: LinearAttention, *, joined: bool) -> dict[str, Ten
 
 def _mixer(dims: Dims, space: StateSpace) -> dict[str, TensorStep]:
     """`Mamba2Mixer`: of the inputs come gates, what is convolved, and a rate for each head."""
-    h, width = dims.heads, dims.heads * dims.head_dim
-    channels = space.convolved(width)
+    h, width, channels = space.heads, space.width, space.convolved
     inputs = TensorStep("o i -> i o", (("o", width + channels + h),), projection=True)
     steps = {
         "in_proj.weight": inputs,
         "conv1d.weight": TensorStep("c n w -> w n c", (("c", channels),)),
         "norm.weight": TensorStep("e -> e", (("e", width),)),
-        "out_proj.weight": heads(h, dims.head_dim, _OUT_OF_HEADS),
+        "out_proj.weight": heads(h, space.head_dim, _OUT_OF_HEADS),
     }
     steps |= {name: TensorStep("h -> h", (("h", h),)) for name in ("A_log", "D", "dt_bias")}
-    return steps | {f"{name}.bias": VECTOR for name in sorted(dims.biased)}
+    biased = (name for name in (*MIXED, *CONVOLVED) if name in dims.biased)
+    return steps | {f"{name}.bias": VECTOR for name in biased}
 
 
 def _attention(dims: Dims, kind: LayerKind) -> dict[str, TensorStep]:
@@ -201,6 +205,16 @@ def fused_experts(names: tuple[str, str, str], kernel: str, bias: str) -> tuple[
 
 def fused_projections(dims: Dims) -> tuple[FamilyLeaf, ...]:
     """Return the plain leaves that are parts of one tensor: `qkv_proj` or `gate_up_proj`."""
+    if dims.architecture.mixer == "mamba":
+        step = TensorStep("n f e -> e (n f)", (("f", dims.shared_width),), projection=True)
+        return tuple(
+            FamilyLeaf(
+                f"shared_mlp.{name}.kernel",
+                "shared_mlp.input_linear.weight",
+                dataclasses.replace(step, part=(i, i + 1, 2)),
+            )
+            for i, name in enumerate(GATED[:2])
+        )
     if not dims.architecture.fused:
         return ()
     leaves, start, count = [], 0, dims.heads + 2 * dims.kv_heads
@@ -223,7 +237,11 @@ def stacked_experts(dims: Dims) -> tuple[FamilyLeaf, ...]:
     if dims.experts_form == "each":
         return ()
     module = "experts" if dims.family == "gemma4" else f"{dims.architecture.feed_forward}.experts"
-    target = module.replace("feed_forward", "mlp")
+    target = module.replace("feed_forward", "mlp").replace("block_sparse_moe", "mlp")
+    tensors = f"{module}.gate_up_proj", f"{module}.down_proj"
+    if dims.architecture.mixer:
+        inner = dims.architecture.feed_forward
+        tensors = f"{inner}.input_linear.weight", f"{inner}.output_linear.weight"
     if dims.experts_form == "stacked":  # kernels are `[in, out]`
         split, pattern, down = "x i (n r) -> n x i r", "n x i f -> x i (n f)", "x f o -> x f o"
     else:
@@ -233,13 +251,13 @@ def stacked_experts(dims: Dims) -> tuple[FamilyLeaf, ...]:
     leaves = [
         FamilyLeaf(
             f"{target}.{name}.kernel",
-            f"{module}.gate_up_proj",
+            tensors[0],
             dataclasses.replace(step, part=(i, i + 1, 2)),
         )
         for i, name in enumerate(("gate_proj", "up_proj"))
     ]
     step = TensorStep(down, sizes, projection=True)
-    return (*leaves, FamilyLeaf(f"{target}.down_proj.kernel", f"{module}.down_proj", step))
+    return (*leaves, FamilyLeaf(f"{target}.down_proj.kernel", tensors[1], step))
 
 
 def other_leaves(dims: Dims) -> tuple[FamilyLeaf, ...]:

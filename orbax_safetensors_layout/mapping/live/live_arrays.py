@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping as Dict, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping as Dict, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -207,11 +207,59 @@ def unapply(mapping: Any, tree: Any, shardings: Any, *, donate: bool) -> dict[st
     return _all_values(groups, arrays, {name: placements.get(name) for name in names}, donate)
 
 
-def unapplied(mapping: Any, tree: Any) -> Iterator[dict[str, Any]]:
-    """Yield what `Mapping.unapply` returns, the tensors of a few leaves at a time."""
+class LiveTensors(NamedTuple):
+    """Some tensors that a mapping saves, of all leaves that have a part of them."""
+
+    arrays: Dict[str, Any]  # all leaves of the tree
+    saves: tuple[_ArrayGroup, ...]
+    loads: tuple[_ArrayGroup, ...] = ()
+
+    def leaves(self) -> dict[str, Any]:
+        """Return the leaves that are loaded."""
+        return {name: self.arrays[name] for group in self.loads for name in group.results}
+
+    def names(self) -> list[str]:
+        return [name for group in self.saves for name in group.results]
+
+    def values(self) -> dict[str, Any]:
+        """Return what `Mapping.unapply` returns of these tensors."""
+        return _all_values(self.saves, self.arrays, dict.fromkeys(self.names()), donate=False)
+
+    def loaded(self, tensors: Dict[str, Any]) -> dict[str, Any]:
+        """Return the leaves that these tensors make, placed as they were."""
+        placements = {name: array.sharding for name, array in self.leaves().items()}
+        return _all_values(self.loads, tensors, placements, donate=False)
+
+
+def unapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
+    """Return the tensors of a tree, those that are made of the same leaves together."""
     arrays = _named_leaves(tree)
-    for group in _inverse_planned(mapping, _specs(arrays)):
-        yield _all_values([group], arrays, dict.fromkeys(group.results), donate=False)
+    return [LiveTensors(arrays, (g,)) for g in _inverse_planned(mapping, _specs(arrays))]
+
+
+def reapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
+    """Return as `unapplied` does tensors that have no leaf in common, and the way back."""
+    arrays = _named_leaves(tree)
+    specs = _specs(arrays)
+    saves = _inverse_planned(mapping, specs)
+    saved = {
+        name: TensorSpec(group.expressions[n].shape, np.dtype(group.expressions[n].dtype))
+        for group in saves
+        for name, n in group.results.items()
+    }
+    asked = tuple((name, spec.shape, spec.dtype) for name, spec in specs)
+    loads = _planned(mapping, tuple(saved.items()), asked)
+    names = [[("leaf", n) for n in g.sources] + [("tensor", n) for n in g.results] for g in saves]
+    names += [[("leaf", n) for n in g.results] + [("tensor", n) for n in g.sources] for g in loads]
+    count = len(saves)
+    return [
+        LiveTensors(
+            arrays,
+            tuple(saves[n] for n in numbers if n < count),
+            tuple(loads[n - count] for n in numbers if n >= count),
+        )
+        for numbers in _connected(names)
+    ]
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -289,32 +337,40 @@ def _grouped(
 ) -> tuple[_ArrayGroup, ...]:
     """Return the groups of results; all that cannot be computed of live arrays raise."""
     problems: list[Problem] = []
-    of_source: dict[str, str] = {}  # a result that takes an array, by the array
-    joined: dict[str, str] = {}  # another result of the same group
-
-    def first(name: str) -> str:
-        while name in joined:
-            name = joined[name]
-        return name
-
     for name, expr in expressions.items():
         reasons = dict.fromkeys(reason for node in expr.nodes() if (reason := refusal(node)))
         problems += [
             Problem(f"{what} {name!r}, {notes[name]}, {reason}", f"{notes[name]}: {reason}")
             for reason in reasons
         ]
-        for source in expr.sources():
-            other = first(of_source.setdefault(source, name))
-            if other != first(name):
-                joined[first(name)] = other
     if problems:
         hint = " Save these weights and load them, or write the rule in other operations."
         error = mapping_error("The mapping cannot be computed on live arrays", problems, {})
         raise MappingError(error.message + hint)
-    members: dict[str, list[str]] = {}
-    for name in expressions:
-        members.setdefault(first(name), []).append(name)
-    return tuple(_group({n: expressions[n] for n in names}) for names in members.values())
+    named = [*expressions.items()]
+    sources = [expr.sources() for expr in expressions.values()]
+    return tuple(_group(dict(named[n] for n in numbers)) for numbers in _connected(sources))
+
+
+def _connected(sets: Sequence[Iterable[Hashable]]) -> list[list[int]]:
+    """Return the numbers of the sets, those together that have an element in common."""
+    holder: dict[Hashable, int] = {}  # a set that has an element
+    joined: dict[int, int] = {}  # another set of the same group
+
+    def first(number: int) -> int:
+        while number in joined:
+            number = joined[number]
+        return number
+
+    for number, elements in enumerate(sets):
+        for element in elements:
+            other = first(holder.setdefault(element, number))
+            if other != first(number):
+                joined[first(number)] = other
+    groups: dict[int, list[int]] = {}
+    for number in range(len(sets)):
+        groups.setdefault(first(number), []).append(number)
+    return [*groups.values()]
 
 
 def _group(expressions: Dict[str, BoundExpr]) -> _ArrayGroup:

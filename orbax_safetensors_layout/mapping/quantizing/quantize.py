@@ -90,7 +90,7 @@ class Quantization:
     Raises:
         InvalidArgumentError: There is no such format, a pattern is malformed, or a size is.
 
-    Example:
+    Examples:
         >>> import tempfile, numpy as np
         >>> import orbax_safetensors_layout as osl
         >>> weights = {"mlp.up_proj.weight": np.ones((4, 64), np.float32)}

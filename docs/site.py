@@ -1,0 +1,99 @@
+"""Gives the site the pages that are not in `docs/`: the README, the reference and the notebook.
+
+MkDocs runs it as a hook, see mkdocs.yml. Links of a page to files elsewhere in the repository, such
+as examples, lead to copies of these.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+import orbax_safetensors_layout as osl
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NOTEBOOK = "examples/walkthrough.ipynb"
+PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+MODULES = {"families": ["mapping"], "peft": ["load", "merge", "save"]}  # what is public in these
+LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds pages and the files that they link to."""
+    texts = {"index.md": _moved((REPOSITORY / "README.md").read_text())}
+    for name in PAGES:
+        texts[name] = _moved((REPOSITORY / name).read_text())
+    texts["reference.md"] = _reference()
+    texts[str(Path(NOTEBOOK).with_suffix(".md"))] = _notebook(files, config)
+    for name, text in texts.items():
+        files.append(File.generated(config, name, content=text))
+    sources = [*texts.values()]
+    sources += [page.read_text() for page in (REPOSITORY / "docs").glob("*.md")]
+    linked = {target for text in sources for _, target, _ in LINK.findall(text)}
+    for target in sorted(linked):
+        place = _in_site(target)
+        file = REPOSITORY / place
+        if "://" not in target and file.is_file() and files.get_file_from_path(place) is None:
+            files.append(File.generated(config, place, abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Makes links of `docs/` to the files above it those of the site, where all lie together."""
+    return LINK.sub(lambda m: m[1] + _in_site(m[2]) + m[3], markdown)
+
+
+def _in_site(target: str) -> str:
+    inner = target.removeprefix("../")
+    return "index.md" if inner == "README.md" else inner if inner != target else target
+
+
+def _moved(text: str) -> str:
+    return LINK.sub(lambda m: m[1] + m[2].removeprefix("docs/") + m[3], text)
+
+
+def _reference() -> str:
+    """Return the page of all public names, each in its section, by the docstrings."""
+    named = {name: getattr(osl, name) for name in osl.__all__ if not name.startswith("_")}
+    for module, names in MODULES.items():
+        parent = named.pop(module)
+        named |= {f"{module}.{name}": getattr(parent, name) for name in names}
+    sections: dict[str, list[str]] = {title: [] for title in ("Functions", "Classes", "Errors")}
+    for name, value in named.items():
+        title = "Functions"
+        if inspect.isclass(value):
+            title = "Errors" if issubclass(value, Exception) else "Classes"
+        place = f"{value.__module__}.{value.__qualname__}"
+        sections[title] += [f"::: {place}", "    options:", f"      heading: osl.{name}", ""]
+    lines = ["# Reference", "", "`import orbax_safetensors_layout as osl`", ""]
+    for title, parts in sections.items():
+        lines += [f"## {title}", "", *parts]
+    return "\n".join(lines) + "\n"
+
+
+def _notebook(files: Files, config: Any) -> str:
+    """The notebook as a page, with its pictures as files."""
+    lines: list[str] = []
+    for number, cell in enumerate(json.loads((REPOSITORY / NOTEBOOK).read_text())["cells"]):
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            lines += [source, ""]
+            continue
+        lines += ["```python", source, "```", ""]
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            text = "".join(output.get("text", data.get("text/plain", "")))
+            if "image/png" in data:
+                name = f"examples/walkthrough-{number}.png"
+                picture = base64.b64decode("".join(data["image/png"]))
+                files.append(File.generated(config, name, content=picture))
+                lines += [f"![What this cell draws]({PurePosixPath(name).name})", ""]
+            elif text:
+                lines += ["```text", text.rstrip(), "```", ""]
+    return "\n".join(lines)

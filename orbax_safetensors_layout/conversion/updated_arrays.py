@@ -1,0 +1,181 @@
+"""Brings arrays in memory from one published version to a later one, by the differences alone."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from orbax_safetensors_layout.errors import MismatchError
+from orbax_safetensors_layout.format import PACKED, storage_dtype
+from orbax_safetensors_layout.mapping import LiveTensors, Mapping, reapplied
+from orbax_safetensors_layout.options import MIB
+from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
+from orbax_safetensors_layout.runtime import ProcessGroup, Workers
+
+from .versions import Difference, put_together
+
+_BATCH_BYTES = 256 * MIB  # of tensors that are on the host at once, or one tensor
+_THREADS = 4
+
+
+def updated(
+    tree: Any,
+    mapping: Mapping | None,
+    differences: Sequence[Difference],
+    *,
+    group: ProcessGroup,
+    donate: bool,
+) -> Any:
+    """Return a tree with differences applied to the tensors that its leaves are made of.
+
+    Leaves of which no tensor changed stay as they are. With `donate` the others are given up, each
+    as soon as what takes its place is there.
+
+    Raises:
+        FormatError: The leaves are not of the version that the differences are to.
+        MappingError: The mapping does not save, or not these leaves.
+        MismatchError: A leaf is not an array.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = {unboxed_name(path) or dotted_name(path): leaf for path, leaf in paths}
+    uses = collections.Counter(map(id, leaves.values()))
+    changed = {name for difference in differences for name in difference.entries}
+    parts: list[LiveTensors] | list[_LeafAsTensor]
+    if mapping is None:
+        parts = [_LeafAsTensor(*leaf) for leaf in leaves.items() if leaf[1] is not ...]
+    else:
+        parts = reapplied(mapping, tree)
+    affected = [part for part in parts if not changed.isdisjoint(part.names())]
+    error: Exception | None = None
+    with (
+        group.together("applying differences"),
+        Workers(_THREADS, "safetensors-pull") as workers,
+    ):
+        check_shared(leaf for part in affected for leaf in part.leaves().items())
+        for batch in _batches(affected):
+            tensors = {name: value for part in batch for name, value in part.values().items()}
+            new = {
+                name: np.array(as_stored(gathered(value)), order="C")
+                for name, value in tensors.items()
+                if name in changed
+            }
+            if error is None:
+                try:
+                    for name, value in new.items():
+                        workers.submit(put_together, name, bytes_of(value), differences)
+                    workers.join()
+                except Exception as problem:
+                    if group.process_count == 1:
+                        raise
+                    error = problem  # the others wait for this process in the next collectives
+            tensors |= {name: _placed(value, tensors[name]) for name, value in new.items()}
+            for part in batch:
+                for name, leaf in part.loaded(tensors).items():
+                    if donate and uses[id(leaves[name])] == 1:
+                        _give_up(leaves[name], leaf)
+                    leaves[name] = leaf
+        if error is not None:
+            raise error
+    return jax.tree_util.tree_unflatten(treedef, leaves.values())
+
+
+class _LeafAsTensor(NamedTuple):
+    """A leaf without a mapping: the tensor of its name."""
+
+    name: str
+    value: Any
+
+    def names(self) -> list[str]:
+        return [self.name]
+
+    def leaves(self) -> dict[str, Any]:
+        return {self.name: self.value}
+
+    def values(self) -> dict[str, Any]:
+        is_array = isinstance(self.value, jax.Array | np.ndarray)
+        if not is_array or jax.numpy.issubdtype(self.value.dtype, jax.dtypes.extended):
+            raise MismatchError(
+                "a leaf is not an array of numbers",
+                tensor=self.name,
+                expected="a jax.Array or a numpy array",
+                found=type(self.value).__name__,
+            )
+        return self.leaves()
+
+    def loaded(self, tensors: Dict[str, Any]) -> dict[str, Any]:
+        return {self.name: tensors[self.name]}
+
+
+def _batches(parts: Sequence[Any]) -> Iterator[list[Any]]:
+    batch: list[Any] = []
+    nbytes = 0
+    for part in parts:
+        size = sum(getattr(leaf, "nbytes", 0) for leaf in part.leaves().values())
+        if batch and nbytes + size > _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(part)
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def check_shared(arrays: Iterable[tuple[str, Any]]) -> None:
+    """Raises for arrays of which this process has no shard: it could not take part in a gather."""
+    for name, value in arrays:
+        if isinstance(value, jax.Array) and not value.addressable_shards:
+            raise MismatchError(
+                f"process {jax.process_index()} has no part of an array",
+                tensor=name,
+                expected="shards on all processes",
+                found=value.sharding,
+                hint="Give it a sharding over all processes, or publish whole versions alone, with"
+                " whole_every=1.",
+            )
+
+
+def gathered(value: Any) -> np.ndarray:
+    """Return an array's values; all processes gather those that several hold."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if value.is_fully_replicated:
+            return np.asarray(value.addressable_data(0))
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+    return np.asarray(value)
+
+
+def as_stored(values: np.ndarray) -> np.ndarray:
+    """Return values as files have them: elements narrower than a byte one a byte."""
+    if values.dtype in PACKED:
+        return values.view(np.uint8)
+    return values.astype(storage_dtype(values.dtype, values.size).numpy, copy=False)
+
+
+def bytes_of(value: np.ndarray) -> np.ndarray:
+    """Return the bytes of a contiguous array, which share its memory."""
+    return value.reshape(-1).view(np.uint8)
+
+
+def _placed(stored: np.ndarray, like: Any) -> Any:
+    value = (
+        stored.view(like.dtype) if like.dtype in PACKED else stored.astype(like.dtype, copy=False)
+    )
+    if isinstance(like, np.ndarray):
+        return value
+    return jax.make_array_from_callback(
+        value.shape, like.sharding, lambda index: np.asarray(value[index])
+    )
+
+
+def _give_up(old: Any, new: Any) -> None:
+    """Frees an array's memory, unless another has it."""
+    if isinstance(old, jax.Array) and _addresses(old).isdisjoint(_addresses(new)):
+        old.delete()
+
+
+def _addresses(array: jax.Array) -> set[int]:
+    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}

@@ -1,0 +1,139 @@
+"""Versions of one number in two histories, odd dtypes, and folders that are not to be replaced."""
+
+import shutil
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from changing_models import as_bytes, model
+from published import read_version
+
+import orbax_safetensors_layout as osl
+
+
+def two_histories(folder):
+    """Publish a model in two folders, with another frozen tensor; return the second's trees."""
+    first = {"frozen": jnp.zeros(50), "w": jnp.arange(90.0)}
+    second = {**first, "frozen": jnp.ones(50)}
+    after = {**second, "w": second["w"] + 1}
+    osl.publish(folder / "first", first)
+    osl.publish(folder / "second", second)
+    osl.publish(folder / "second", after)
+    return [second, after]
+
+
+def published_again(folder):
+    """Publish a version in the place of another; return the trees of the new one and the next."""
+    tree = {"a": jnp.zeros(50), "w": jnp.arange(90.0)}
+    osl.publish(folder / "first", tree)
+    osl.publish(folder / "first", {**tree, "a": tree["a"] + 1})
+    shutil.copytree(folder / "first", folder / "second")
+    shutil.rmtree(folder / "second/weight_v000002")
+    seen = [{**tree, "w": tree["w"] + 1}, {**tree, "w": tree["w"] + 2}]
+    for each in seen:
+        osl.publish(folder / "second", each)
+    return seen
+
+
+@pytest.mark.parametrize("history", [two_histories, published_again])
+def test_a_version_of_another_history_is_not_taken_for_this_ones(tmp_path, history):
+    seen = history(tmp_path)
+    last = osl.pull(tmp_path / "second").version
+    for number, expected in zip((last - 1, last), seen, strict=True):
+        held = osl.pull(tmp_path / "first")
+        osl.pull(tmp_path / "first", tmp_path / "own")
+        assert as_bytes(osl.pull(tmp_path / "second", held, version=number).tree) == as_bytes(
+            expected
+        )
+        osl.pull(tmp_path / "second", tmp_path / "own", version=number)
+        assert read_version(tmp_path, 0, tmp_path / "own") == as_bytes(expected)
+
+
+def test_a_whole_version_of_another_program_is_known_by_its_time(tmp_path):
+    trees = [{"w": jnp.arange(9.0) + n} for n in (0, 1)]
+    for tree in trees:
+        shutil.rmtree(tmp_path / "all", ignore_errors=True)
+        osl.publish(tmp_path / "all", tree)
+        index = tmp_path / "all/weight_v000001/model.safetensors.index.json"
+        text = index.read_text().split('"history"')
+        index.write_text(text[0].rstrip().rstrip(",") + text[1].partition('"')[2].partition('"')[2])
+        osl.pull(tmp_path / "all", tmp_path / "own")
+        assert read_version(tmp_path, 0, tmp_path / "own") == as_bytes(tree)
+
+
+def test_a_copy_of_the_versions_is_the_same_history(tmp_path):
+    tree = model()
+    osl.publish(tmp_path / "all", tree)
+    held = osl.pull(tmp_path / "all", tree)
+    shutil.copytree(tmp_path / "all", tmp_path / "copy", copy_function=shutil.copyfile)
+    assert osl.pull(tmp_path / "copy", held) is held
+
+
+def narrow(values, dtype):
+    return np.array(values).astype(dtype)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_elements_narrower_than_a_byte(tmp_path, on_device, caplog):
+    place = jnp.asarray if on_device else np.asarray
+    kinds = {"i": ml_dtypes.int4, "u": ml_dtypes.uint4, "odd": ml_dtypes.float4_e2m1fn}
+    values = [{"i": [-1, 2, -8], "u": [15, 1, 7], "odd": [1, -2, 4]}]
+    values.append({"i": [-2, 2, 7], "u": [14, 1, 7], "odd": [1, -4, 0.5]})
+    first, second = ({n: place(narrow(v, kinds[n])) for n, v in tree.items()} for tree in values)
+    for tree in (first, second):
+        osl.publish(tmp_path, tree)
+    caplog.set_level("WARNING", logger="absl")
+    for into in (None, first):
+        held = osl.pull(tmp_path, into, version=1)
+        for pulled in (osl.pull(tmp_path, into), osl.pull(tmp_path, held)):
+            for name, expected in second.items():
+                assert pulled.tree[name].dtype == expected.dtype
+                np.testing.assert_array_equal(
+                    np.asarray(pulled.tree[name]).astype(float), np.asarray(expected).astype(float)
+                )
+    assert caplog.records == []
+
+
+def test_numpy_arrays_of_another_byte_order(tmp_path, caplog):
+    trees = [{"w": (np.arange(9) * n).astype(">f4")} for n in (1, 2)]
+    for tree in trees:
+        osl.publish(tmp_path, tree)
+    caplog.set_level("WARNING", logger="absl")
+    pulled = osl.pull(tmp_path, osl.pull(tmp_path, trees[0], version=1))
+    np.testing.assert_array_equal(pulled.tree["w"], trees[1]["w"])
+    assert caplog.records == []
+
+
+def test_python_values_are_refused(tmp_path):
+    """A difference would not have them, and a pull would give those of the last whole version."""
+    with pytest.raises(osl.MismatchError, match=r"'step'.*arrays alone"):
+        osl.publish(tmp_path, {"w": jnp.ones(3), "step": 3})
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["", "weight_v000001", "weight_v000002", "weight_v000002/new"])
+def test_a_published_version_is_not_replaced(tmp_path, where):
+    for n in (1, 2, 3):
+        osl.publish(tmp_path / "all", {"w": jnp.ones(4) * n})
+    with pytest.raises(osl.InvalidArgumentError, match="where versions are"):
+        osl.pull(tmp_path / "all", tmp_path / "all" / where)
+    (tmp_path / "link").symlink_to(tmp_path / "all")
+    if where.endswith(("1", "2")):  # by the versions of another folder
+        osl.publish(tmp_path / "others", {"w": jnp.zeros(4)})
+        with pytest.raises(osl.CheckpointExistsError, match="was not pulled"):
+            osl.pull(tmp_path / "others", tmp_path / "link" / where)
+    for n in (1, 2, 3):
+        assert osl.pull(tmp_path / "link", version=n).tree["w"][0] == n
+
+
+def test_an_incomplete_version_is_an_error_that_says_what_to_do(tmp_path):
+    osl.publish(tmp_path, model())
+    torn = tmp_path / "weight_v000002"
+    shutil.copytree(tmp_path / "weight_v000001", torn)
+    (torn / "model.safetensors.index.json").unlink()
+    with pytest.raises(osl.CheckpointExistsError, match=r"weight_v000002.*remove the folder") as at:
+        osl.publish(tmp_path, model())
+    assert "overwrite" not in str(at.value)
+    shutil.rmtree(torn)
+    assert osl.publish(tmp_path, model()) == 2

@@ -1,0 +1,195 @@
+"""A version is made from the arrays of an earlier one, by the differences alone."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from changing_models import as_bytes, changed, history, model
+from jax.sharding import NamedSharding, PartitionSpec as P
+from mapped_llama import path, plain_mapping, tensors  # noqa: F401
+from meshes import mesh_of
+
+import orbax_safetensors_layout as osl
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("versions")
+    return folder, history(folder, 8, whole_every=5)
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level("WARNING", logger="absl")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def sharded(tree):
+    mesh = mesh_of(x=4, y=2)
+
+    def spec(value):
+        shape = value.shape
+        return P("x", "y") if len(shape) == 2 and shape[0] % 4 == shape[1] % 2 == 0 else P()
+
+    return jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, spec(v))),
+        tree,
+    )
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3, 4), (1, 4), (5, 6, 8), (2, 7, 7, 3)])
+@pytest.mark.parametrize("kind", ["numpy", "jax", "sharded"])
+def test_arrays_go_from_version_to_version(published, steps, kind, warnings):
+    folder, seen = published
+    into = {"numpy": None, "jax": model(), "sharded": sharded(model())}[kind]
+    pulled = into
+    for number in steps:
+        pulled = osl.pull(folder, pulled, version=number)
+        assert pulled.version == number
+        assert as_bytes(pulled.tree) == seen[number]
+    if kind == "sharded":
+        assert {n: v.sharding for n, v in pulled.tree.items()} == {
+            name: leaf.sharding for name, leaf in into.items()
+        }
+    assert warnings() == []
+
+
+def test_nothing_but_differences_is_read(tmp_path, warnings):
+    seen = history(tmp_path, 4)
+    pulled = osl.pull(tmp_path, sharded(model()), version=2)
+    for number in (1, 2):
+        for file in (tmp_path / f"weight_v{number:06d}").glob("*.safetensors"):
+            file.unlink() if number == 1 else None
+    assert as_bytes(osl.pull(tmp_path, pulled).tree) == seen[4]
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_did_not_change_stays_and_what_did_is_given_up(tmp_path, donate):
+    before = {name: jnp.arange(100.0) + n for n, name in enumerate("abc")}
+    osl.publish(tmp_path, before)
+    held = osl.pull(tmp_path, before)
+    assert osl.pull(tmp_path, held) is held
+    after = {**before, "b": before["b"].at[3].set(-1)}
+    osl.publish(tmp_path, after)
+    new = osl.pull(tmp_path, held, donate=donate)
+    assert as_bytes(new.tree) == as_bytes(after)
+    assert new.tree["a"] is held.tree["a"]
+    assert new.tree["c"] is held.tree["c"]
+    assert held.tree["b"].is_deleted() == donate
+    assert not held.tree["a"].is_deleted()
+
+
+def test_an_array_that_two_leaves_share_stays(tmp_path):
+    shared = jnp.arange(8.0)
+    tree = {"a": shared, "b": shared}
+    osl.publish(tmp_path, tree)
+    after = {"a": shared + 1, "b": shared}
+    osl.publish(tmp_path, after)
+    new = osl.pull(tmp_path, osl.Pulled(1, tree), donate=True)
+    assert as_bytes(new.tree) == as_bytes(after)
+
+
+def test_leaves_that_are_left_out_stay_so(tmp_path):
+    tree = model()
+    osl.publish(tmp_path, tree)
+    held = osl.pull(tmp_path, {**tree, "layer.0.weight": ...})
+    after = changed(tree, 3, few=1)
+    osl.publish(tmp_path, after)
+    new = osl.pull(tmp_path, held).tree
+    assert new.pop("layer.0.weight") is ...
+    assert as_bytes(new) == {n: b for n, b in as_bytes(after).items() if n != "layer.0.weight"}
+
+
+def other_bit(tree):
+    return tree | {"layer.0.weight": tree["layer.0.weight"].at[0, 0].add(1)}
+
+
+def cast(tree):
+    return tree | {"layer.0.weight": tree["layer.0.weight"].astype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (other_bit, "not what was published as version 2"),
+        (cast, "malformed difference"),
+    ],
+)
+def test_arrays_that_are_not_what_was_published_are_loaded(
+    tmp_path, spoil, message, donate, warnings
+):
+    tree = {name: leaf for name, leaf in model().items() if "0" in name or "1" in name}
+    osl.publish(tmp_path, tree)
+    after = {name: (value * 2).astype(value.dtype) for name, value in tree.items()}
+    osl.publish(tmp_path, after)
+    held = osl.Pulled(1, spoil(tree))
+    expected = {name: after[name].astype(held.tree[name].dtype) for name in after}
+    new = osl.pull(tmp_path, held, donate=donate)
+    assert as_bytes(new.tree) == as_bytes(expected)
+    assert [message in text and "loaded anew" in text for text in warnings()] == [True]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_damaged_difference_leaves_the_arrays(tmp_path, donate):
+    tree = {"a": jnp.arange(64.0), "b": jnp.arange(32.0)}
+    osl.publish(tmp_path, tree)
+    osl.publish(tmp_path, jax.tree.map(lambda v: v + 1, tree))
+    [file] = (tmp_path / "weight_v000002").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 255
+    file.write_bytes(data)
+    held = osl.pull(tmp_path, tree, version=1)
+    with pytest.raises(osl.FormatError, match=r"difference|not what was published"):
+        osl.pull(tmp_path, held, donate=donate)
+    if not donate:
+        assert as_bytes(held.tree) == as_bytes(tree)
+    assert as_bytes(osl.pull(tmp_path, held.tree, version=1).tree) == as_bytes(tree)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_mapped_model_takes_the_differences(tmp_path, path, tensors, donate, warnings):  # noqa: F811
+    mapping = plain_mapping()
+    tree = osl.load(path, sharded(osl.load(path, mapping=mapping)), mapping=mapping)
+    held = osl.Pulled(0, jax.tree.map(jnp.copy, tree))
+    for number in (1, 2, 3):
+        leaves, treedef = jax.tree.flatten(tree)
+        leaves = [
+            (v * jnp.asarray(1.01, v.dtype)).astype(v.dtype) if n % 3 != number % 3 else v
+            for n, v in enumerate(leaves)
+        ]
+        tree = jax.tree.unflatten(treedef, leaves)
+        assert osl.publish(tmp_path, tree, mapping=mapping, base=path) == number
+        old = jax.tree.leaves(held.tree)
+        held = osl.pull(tmp_path, held, mapping=mapping, base=path, donate=donate)
+        assert held.version == number
+        new, kept = jax.tree.leaves(held.tree), 0
+        for n, (value, before, expected) in enumerate(zip(new, old, leaves, strict=True)):
+            assert value.sharding == expected.sharding
+            assert np.asarray(value).tobytes() == np.asarray(expected).tobytes()
+            kept += value is before
+            assert value is not before or n % 3 == number % 3  # others changed
+            assert before.is_deleted() == (donate and value is not before)
+        assert kept
+    assert warnings() == []
+
+
+def test_a_mapping_that_does_not_save_is_loaded(tmp_path, warnings):
+    tree = {"a": np.arange(32, dtype=ml_dtypes.bfloat16)}
+    mapping = osl.Mapping([osl.rule("b", osl.tensor("a").slice(0, 0, 16))])
+    osl.publish(tmp_path, tree)
+    held = osl.pull(tmp_path, mapping=mapping)
+    after = {"a": tree["a"][::-1].copy()}
+    osl.publish(tmp_path, after)
+    new = osl.pull(tmp_path, held, mapping=mapping)
+    np.testing.assert_array_equal(new.tree["b"], after["a"][:16])
+    assert ["Version 2 is loaded anew" in text for text in warnings()] == [True]
+
+
+def test_a_version_in_a_folder_is_not_arrays(published, tmp_path):
+    folder, _ = published
+    pulled = osl.pull(folder, tmp_path / "own", version=3)
+    with pytest.raises(osl.InvalidArgumentError, match="give the folder"):
+        osl.pull(folder, pulled)
