@@ -15,7 +15,8 @@ from orbax_safetensors_layout.format import PACKED, storage_dtype
 from orbax_safetensors_layout.mapping import LiveTensors, Mapping, reapplied
 from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
-from orbax_safetensors_layout.runtime import ProcessGroup, Workers
+from orbax_safetensors_layout.runtime import ProcessGroup, Workers, allocate
+from orbax_safetensors_layout.sharding import box_of
 
 from .versions import Difference, put_together
 
@@ -60,7 +61,7 @@ def updated(
         for batch in _batches(affected):
             tensors = {name: value for part in batch for name, value in part.values().items()}
             new = {
-                name: np.array(as_stored(gathered(value)), order="C")
+                name: _copied(as_stored(gathered(value)))
                 for name, value in tensors.items()
                 if name in changed
             }
@@ -160,15 +161,29 @@ def bytes_of(value: np.ndarray) -> np.ndarray:
     return value.reshape(-1).view(np.uint8)
 
 
+def _copied(values: np.ndarray) -> np.ndarray:
+    """Return a copy in memory that CPU devices take as their own."""
+    copy = allocate(values.nbytes).view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
+
+
 def _placed(stored: np.ndarray, like: Any) -> Any:
     value = (
         stored.view(like.dtype) if like.dtype in PACKED else stored.astype(like.dtype, copy=False)
     )
     if isinstance(like, np.ndarray):
         return value
-    return jax.make_array_from_callback(
-        value.shape, like.sharding, lambda index: np.asarray(value[index])
-    )
+    boxes: dict[Any, np.ndarray] = {}  # replicas share memory
+
+    def part(index: Any) -> np.ndarray:
+        box = box_of(index, value.shape)
+        if box not in boxes:
+            view = value[index]
+            boxes[box] = view if view.flags.c_contiguous else _copied(view)
+        return boxes[box]
+
+    return jax.make_array_from_callback(value.shape, like.sharding, part)
 
 
 def _give_up(old: Any, new: Any) -> None:

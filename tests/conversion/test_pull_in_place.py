@@ -65,6 +65,24 @@ def test_nothing_but_differences_is_read(tmp_path, warnings):
     assert warnings() == []
 
 
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")])
+def test_replicas_on_cpu_devices_share_memory_as_loaded_ones_do(tmp_path, spec):
+    sharding = NamedSharding(mesh_of(x=2, y=4), spec)
+    tree = {"a": jax.device_put(np.arange(4096.0, dtype=np.float32).reshape(64, 64), sharding)}
+    osl.publish(tmp_path, tree)
+    held = osl.pull(tmp_path, tree)
+    after = {"a": tree["a"].at[3, 5].set(-1)}
+    osl.publish(tmp_path, after)
+
+    def places(pulled):
+        shards = pulled.tree["a"].addressable_shards
+        return len({shard.data.unsafe_buffer_pointer() for shard in shards})
+
+    new = osl.pull(tmp_path, held)
+    assert as_bytes(new.tree) == as_bytes(after)
+    assert places(new) == places(held) == (2 if "x" in spec else 1)
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_what_did_not_change_stays_and_what_did_is_given_up(tmp_path, donate):
     before = {name: jnp.arange(100.0) + n for n, name in enumerate("abc")}

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Runs the comparisons whose figures the README and docs show, all from one commit.
+
+    python benchmarks/documented.py FOLDER              about an hour; 15 GB of disk
+    python benchmarks/documented.py FOLDER --quick      the same with small sizes, once each
+
+Each program's report is put into FOLDER when it ends, and all into `all.md`, with the commit.
+Programs whose report is there are not run again, so that a run that was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from harness import BENCHMARKS
+
+
+class Part(NamedTuple):
+    """One program of a run.
+
+    Attributes:
+        name: Of its report.
+        command: The program and what it is given.
+        sized: Whether it takes a folder, sizes and repetitions.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    sized: bool = True
+
+
+def _only(*rows: str) -> tuple[str, ...]:
+    return tuple(part for row in rows for part in ("--only", row))
+
+
+_FOUR = ("dim0", "dim1", "2d", "replicated")
+_LARGE = ("ours", "builtin", "load_file", "ocdbt")
+
+PARTS = (
+    Part(
+        "load",
+        (
+            "load.py",
+            *_only(*(f"llama:{split}:warm" for split in _FOUR)),
+            *_only("moe:dim0:warm", "moe:dim1:warm", "moe:2d:warm", "mini:replicated:warm"),
+            *("--contenders", ",".join(_LARGE)),
+        ),
+    ),
+    Part(
+        "load-small",
+        ("load.py", *_only("small:dim0:warm", "small:dim1:warm"), "--contenders", ",".join(_LARGE)),
+    ),
+    Part(
+        "load-tiny",
+        (
+            "load.py",
+            *_only("tiny:replicated:warm", "tiny:dim0:warm"),
+            *("--contenders", "ours,builtin,load_file"),
+        ),
+    ),
+    Part(
+        "load-cold",
+        ("load.py", *_only("llama:dim0:cold"), "--contenders", ",".join((*_LARGE, "odirect"))),
+    ),
+    Part(
+        "load-first",
+        (
+            "load.py",
+            *_only("llama:dim0:first", "llama:2d:first", "llama:replicated:first"),
+            *("--contenders", "ours,idiom"),
+        ),
+    ),
+    Part(
+        "load-mmap",
+        ("load.py", *_only("aligned:dim0:warm"), "--contenders", "ours-mmap,ours"),
+    ),
+    Part("mapping", ("mapping.py",)),
+    Part(
+        "save",
+        (
+            "save.py",
+            *_only("llama:dim0:loaded", "small:dim0:loaded"),
+            *("--contenders", "ours,ours-fsync,flax,flax-fsync,ocdbt,ocdbt-fsync,dcp,dcp-fsync"),
+        ),
+    ),
+    Part(
+        "remote",
+        ("remote.py", "--scale", "0.25", "--bandwidth", "2e6", "--repeat", "1"),
+    ),
+    Part("plan", ("plan.py",), sized=False),
+    Part("apply", ("apply.py",), sized=False),
+    Part("export", ("export.py",), sized=False),
+)
+
+
+def report(part: Part, folder: Path, *, quick: bool, repeat: int) -> str:
+    """Run a program, and return what it printed, with its command and what it took."""
+    program, *own = part.command
+    sizes = ["--quick"] if quick else ["--repeat", str(repeat)]
+    command = [program, *(["--dir", str(folder / "files"), *sizes] if part.sized else ()), *own]
+    began = time.monotonic()
+    print("...", *command, file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / command[0], *command[1:]],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    took = time.monotonic() - began
+    outcome = "" if done.returncode == 0 else f", exit status {done.returncode}"
+    shown = " ".join((*part.command, *(("--quick",) if quick else ())))
+    return f"## {part.name}\n\n`{shown}`: {took:.0f} s{outcome}\n\n{done.stdout}\n"
+
+
+def commit() -> str:
+    """The commit that is measured; "+" if the files differ from it."""
+    git = ("git", "-C", str(BENCHMARKS.parent))
+    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    changes = subprocess.run([*git, "status", "--short"], capture_output=True, text=True)
+    return name.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def main() -> None:
+    """Run what is not there yet, and put all reports together."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in PARTS:
+        file = folder / f"{part.name}.md"
+        if not file.exists():
+            text = report(part, folder, quick=arguments.quick, repeat=arguments.repeat)
+            file.write_text(f"{text}commit {commit()}\n")
+    reports = "\n".join((folder / f"{part.name}.md").read_text() for part in PARTS)
+    (folder / "all.md").write_text(reports)
+    print(reports)
+
+
+if __name__ == "__main__":
+    main()
