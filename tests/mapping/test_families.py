@@ -28,6 +28,7 @@ from family_models import (
     experts_with_inputs_first,
     make,
     read_one,
+    unused_keys_and_values,
 )
 from family_references import REFERENCES, maxtext
 from llama_jax import logits
@@ -405,6 +406,24 @@ def test_keys_and_values_that_no_layer_uses(saved, tmp_path, name):
         osl.load(other, mapping=families.mapping(other))
 
 
+def test_keys_and_values_that_no_layer_of_tunix_uses(saved, tmp_path):
+    """Tunix's Gemma 4 has them in every layer: published files fill them, others are refused."""
+    whole, config, tensors, _ = saved["gemma4_e2b"]
+    with pytest.raises(MappingError, match=r"in these files only some.*num_kv_shared_layers 5"):
+        families.mapping(whole, target="tunix")
+    folder = copy(whole, tmp_path / "files", more=unused_keys_and_values(config))
+    stored = {
+        name: array.astype(tensors["model.norm.weight"].dtype)
+        for name, array in osl.load(folder).items()
+    }
+    stored = {name: np.asarray(array) for name, array in stored.items()}
+    expected = REFERENCES["tunix"]("gemma4", config, stored, False)
+    for source in (folder, config):
+        mapping = families.mapping(source, target="tunix")
+        check(mapping, folder, stored, expected)
+        check_inverse(mapping, folder, stored, expected)
+
+
 def test_kimi_k2_is_a_deepseek_v3(saved):
     config = saved["deepseek_v3"].config
     kimi = families.mapping(config | {"model_type": "kimi_k2"}, target="maxtext")
@@ -758,7 +777,26 @@ THREE_LAYERS = {
         ("qwen3_moe_mixed", {}, {"target": "tunix"}, "layers are partly dense"),
         ("gemma2", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 2 layers"),
         ("olmo3", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 4 layers"),
-        ("gemma4", {}, {"target": "tunix"}, "of this model only some"),
+        ("gemma4_e2b", {}, {"target": "maxtext", "scan": True}, "no such gemma4 with stacked"),
+        ("gemma4", {}, {"target": "maxtext"}, "type of layer 1 is not that of MaxText's gemma4"),
+        (
+            "gemma4_e2b",
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+            {"target": "maxtext"},
+            "attention_k_eq_v false",
+        ),
+        (
+            "gemma4_e2b",
+            {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 24},
+            {"target": "maxtext"},
+            "enable_moe_block false",
+        ),
+        (
+            "gemma4_e2b",
+            {"num_kv_shared_layers": 4},
+            {"target": "tunix"},
+            "from the last local and the last global layer",
+        ),
         ("gpt_oss", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 2 layers"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, {}, "quantised with 'gptq'"),
         (

@@ -16,6 +16,7 @@ FAMILY |= {
     "qwen2_moe_unbiased": "qwen2_moe",
     "qwen3_next_mixed": "qwen3_next",
     "gemma4_dense": "gemma4",
+    "gemma4_e2b": "gemma4",
     "gemma4_moe": "gemma4",
     "gemma4_unshared": "gemma4",
     "mamba2_biased": "mamba2",
@@ -36,13 +37,14 @@ ONLY_PLAIN = (
 )
 NOT_IN_MAXTEXT = (
     *("llama_biased", "qwen3_moe_mixed", "qwen3_next_mixed"),
-    *("gemma", "gemma4", "gemma4_unshared"),
+    *("gemma", "gemma4"),
 )
+UNSCANNED_IN_MAXTEXT = ("gemma4_e2b", "gemma4_unshared")  # as E2B and E4B
 NOT_IN_TUNIX = (
     *("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral", "qwen3_next", "qwen3_next_mixed"),
     "qwen3_5_moe",
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32"),
-    *("gpt_oss", "olmo3", "gemma4"),
+    *("gpt_oss", "olmo3", "gemma4", "gemma4_e2b"),
 )
 
 CASES = [
@@ -52,6 +54,7 @@ CASES = [
     for scan in scans
     if not (target != "plain" and FAMILY.get(name, name) in ONLY_PLAIN)
     and not (target == "maxtext" and name in NOT_IN_MAXTEXT)
+    and not (target == "maxtext" and scan and name in UNSCANNED_IN_MAXTEXT)
     and not (target == "tunix" and name in NOT_IN_TUNIX)
 ]
 

@@ -193,6 +193,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"vocab_size_per_layer_input": 96, "global_head_dim": 24, "sliding_window": 6}
         | {"final_logit_softcapping": 30.0},
     ),
+    "gemma4_e2b": (
+        "Gemma4",
+        {"num_hidden_layers": 10, "head_dim": 16, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 96, "num_kv_shared_layers": 5, "global_head_dim": 24}
+        | {"use_double_wide_mlp": True, "sliding_window": 6, "final_logit_softcapping": 30.0}
+        | {"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2},
+    ),
     "gemma4_dense": (
         "Gemma4",
         {"num_hidden_layers": 12, "head_dim": 16, "hidden_size_per_layer_input": 0}
@@ -317,6 +324,23 @@ def copy(source, target, without=(), more=()):
     save_file(kept, target / "model.safetensors", {"format": "pt"})
     shutil.copy(source / "config.json", target)
     return target
+
+
+def unused_keys_and_values(config):
+    """Tensors of layers that take those of others, as published files of Gemma 4 have them."""
+    import torch
+
+    more, count = {}, config["num_hidden_layers"]
+    generator = torch.Generator().manual_seed(1)
+    for i in range(count - config["num_kv_shared_layers"], count):
+        own = (config.get("per_layer_config") or {}).get(str(i), {})
+        heads = own.get("num_key_value_heads", config["num_key_value_heads"])
+        width = own.get("head_dim", config["head_dim"])
+        shapes = dict.fromkeys(("k_proj", "v_proj"), (heads * width, config["hidden_size"]))
+        for part, shape in (shapes | {"k_norm": (width,)}).items():
+            values = torch.randn(shape, generator=generator)
+            more[f"model.layers.{i}.self_attn.{part}.weight"] = values.to(torch.bfloat16)
+    return more
 
 
 def read_one(folder, name):

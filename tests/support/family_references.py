@@ -483,7 +483,7 @@ def maxtext_gemma4(x):
     leaves = {f"self_attention.{names[k]}.kernel": array for k, array in kernels.items()}
     for name, to in (
         ("self_attn.q_norm", "self_attention.query_norm"),
-        ("self_attn.k_norm", "self_attention.key_norm"),
+        *([("self_attn.k_norm", "self_attention.key_norm")] if "k" in kernels else []),
         ("input_layernorm", "pre_self_attention_norm"),
         ("post_attention_layernorm", "post_self_attention_norm"),
         ("pre_feedforward_layernorm", "pre_ffw_norm"),
@@ -491,6 +491,11 @@ def maxtext_gemma4(x):
     ):
         leaves[f"{to}.scale"] = x(f"{name}.weight")
     leaves["layer_scalar"] = x("layer_scalar")
+    if "per_layer_input_gate.weight" in x:  # `GEMMA4_SMALL_MAXTEXT_TO_HF_PARAM_MAPPING`
+        for name in ("per_layer_input_gate", "per_layer_projection"):
+            leaves[f"{name}.kernel"] = x.linear(name)
+        norm = "post_per_layer_input_norm"
+        leaves[f"{norm}.scale"] = x(f"{norm}.weight")
     sparse = "router.proj.weight" in x
     mlp = "mlp.moe_block.shared_experts" if sparse else "mlp"
     for name, to in (("gate_proj", "wi_0"), ("up_proj", "wi_1"), ("down_proj", "wo")):
@@ -523,6 +528,13 @@ def maxtext(family, config, tensors, scan, axis=1):
     leaves = {"token_embedder.embedding": embedding, "decoder.decoder_norm.scale": norm}
     if "lm_head.weight" in tensors:
         leaves["decoder.logits_dense.kernel"] = tensors["lm_head.weight"].T
+    if "model.embed_tokens_per_layer.weight" in tensors:
+        before = "decoder.per_layer_embedder."
+        table, norm = "embed_tokens_per_layer", "per_layer_projection_norm"
+        leaves[f"{before}{table}"] = tensors[f"model.{table}.weight"]
+        leaves[f"{before}{norm}.scale"] = tensors[f"model.{norm}.weight"]
+        kernel = tensors["model.per_layer_model_projection.weight"].T
+        leaves[f"{before}per_layer_model_projection.kernel"] = kernel
     n = config["num_hidden_layers"]
     rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
     layers = [maxtext_layer(family, Layer(tensors, i, config), rope) for i in range(n)]

@@ -49,7 +49,7 @@ class MappingBuilder:
         reused = [
             f"{self.prefix}layers.{i}.self_attn.{{k,v}}_*"
             for i, kind in enumerate(dims.kinds)
-            if kind.reuses
+            if kind.reuses and not tree.takes_reused
         ]
         int4 = dims.quantized is not None and dims.quantized.method == "int4"
         unread = ["*.weight_shape"] if int4 and not self.keep else []

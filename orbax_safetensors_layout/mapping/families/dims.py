@@ -129,6 +129,7 @@ class Dims:
     full_kv_heads: int  # of layers of full attention
     full_head_dim: int
     keys_are_values: bool  # in layers of full attention
+    stores_reused: bool  # whether layers that take the keys of others have some in the files
     layer_input: int  # dimension of the embedding of each layer; 0 without
     alternatives: int  # of the hidden state, in Gemma 3n; else 0
 
@@ -243,6 +244,9 @@ def dims_of(
         full_kv_heads=full_kv_heads,
         full_head_dim=full_head_dim,
         keys_are_values=bool(types) and read.flag("attention_k_eq_v", False),
+        # Without files, as published ones.
+        stores_reused=not names
+        or any(name.endswith(f"layers.{layers - 1}.self_attn.k_proj.weight") for name in names),
         layer_input=read.integer("hidden_size_per_layer_input", bounds=(0, SIZES[1]))
         if architecture.layer_inputs
         else 0,

@@ -20,6 +20,7 @@ from .dims import Dims, LayerKind, LinearAttention
 from .steps import (
     EMBEDDING,
     LINEAR,
+    ROUTER,
     VECTOR,
     FamilyLeaf,
     JoinedKernel,
@@ -106,6 +107,7 @@ _QUERY_SCALED = ("llama", "mistral", "mixtral", "gemma2")
 _ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 _GEMMA4_CYCLE = 6  # `attention_pattern_length` of `GEMMA4_MAXTEXT_TO_HF_PARAM_MAPPING`
+_GEMMA4_SMALL_CYCLES = (5, 6)  # of E2B and E4B: `get_attention_pattern` (`gemma4_small.py`)
 _GEMMA3_CYCLE = 6  # layers that are scanned together: `GEMMA3_ATTENTION_PATTERN` (`gemma3.py`)
 _OLMO3_CYCLE = 4  # `OLMO3_ATTENTION_PATTERN` (`olmo3.py`)
 _GPT_OSS_CYCLE = 2  # `inhomogeneous_layer_cycle_interval` of `configs/models/gpt-oss-*.yml`
@@ -134,13 +136,16 @@ def tree(dims: Dims) -> Tree:
         factor = float(ml_dtypes.bfloat16(root) if dims.family == "gemma3" else np.float32(root))
         embedding = dataclasses.replace(EMBEDDING, factor=factor)
         norm = VECTOR if dims.family == "gemma4" else _gemma_norm(VECTOR)
+    small = dims.family == "gemma4" and _is_small(dims)
     return Tree(
         "token_embedder.embedding",
         "decoder.logits_dense.kernel",
         "decoder.decoder_norm.scale",
-        groups.get(dims.family, _uniform)(dims),
+        _gemma4_small(dims) if small else groups.get(dims.family, _uniform)(dims),
         embedding,
         norm,
+        others=_layer_inputs(dims) if small else (),
+        scans=not small,
     )
 
 
@@ -221,9 +226,6 @@ def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
 
 def _gemma4(dims: Dims) -> tuple[LayerGroup, ...]:
     """Blocks of five local layers and a global one; those that remain are not stacked."""
-    if dims.layer_input or any(kind.reuses for kind in dims.kinds):
-        what = "MaxText's gemma4 has no inputs of single layers, and no keys of other layers"
-        raise MappingError(f"{what}: those of E2B and E4B are not ready")
     dims.check_cycle("MaxText", _GEMMA4_CYCLE, rest=True)
     sparse = bool(dims.sparse)
     names = (*(_GEMMA4_EXPERT_NAMES if sparse else ()), *_GEMMA_NAMES, *_NAMES)
@@ -233,6 +235,45 @@ def _gemma4(dims: Dims) -> tuple[LayerGroup, ...]:
         for kind in ("sliding", "full")
     )
     return _blocks("decoder.scanned_blocks.", _GEMMA4_CYCLE, dims.layers, local, full)
+
+
+def _is_small(dims: Dims) -> bool:
+    """Whether MaxText's model of a Gemma 4 is that of E2B and E4B, `gemma4_small`."""
+    return dims.layer_input > 0 or any(kind.reuses for kind in dims.kinds)
+
+
+def _gemma4_small(dims: Dims) -> tuple[LayerGroup, ...]:
+    """Layers with inputs of their own, the last of which take the keys and values of others."""
+    for key, is_set in (
+        ("attention_k_eq_v", dims.keys_are_values),
+        ("enable_moe_block", dims.experts > 0),
+    ):
+        if is_set:
+            what = "MaxText's gemma4 has no such layers beside inputs of single layers (E2B, E4B)"
+            raise MappingError(what, expected=f"{key} false", found="true")
+    shorter, longer = _GEMMA4_SMALL_CYCLES
+    is_shorter = dims.layer_types[shorter - 1 : shorter] == ("full_attention",)
+    dims.check_cycle("MaxText", shorter if is_shorter else longer, rest=True)
+    groups = []
+    for kind in dict.fromkeys(dims.kinds):
+        leaves = renamed(layer_tensors(dims, kind), (*_GEMMA_NAMES, *_NAMES))
+        layers = tuple(i for i, other in enumerate(dims.kinds) if other == kind)
+        groups.append(LayerGroup("", "decoder.layers_{n}.", layers, leaves))
+    return tuple(groups)
+
+
+def _layer_inputs(dims: Dims) -> tuple[FamilyLeaf, ...]:
+    """`Gemma4SmallPLE`, whose embedding and projection do not part layers."""
+    if not dims.layer_input:
+        return ()
+    before = "decoder.per_layer_embedder."
+    table, kernel = "embed_tokens_per_layer", "per_layer_model_projection"
+    norm = "per_layer_projection_norm"
+    return (
+        FamilyLeaf(f"{before}{table}", f"{table}.weight", EMBEDDING),
+        FamilyLeaf(f"{before}{kernel}.kernel", f"{kernel}.weight", ROUTER),
+        FamilyLeaf(f"{before}{norm}.scale", f"{norm}.weight", VECTOR),
+    )
 
 
 def _renamed_leaves(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping as Dict, Sequence
@@ -163,7 +164,12 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
     dims = dims_of(family, parsed, names, functools.partial(stored_shape, config))
     builder = _builder(dims, names, target, options)
     _check_counts(dims, names, f"{builder.prefix}layers.")
-    return builder.build(side.tree(dims))
+    tree = side.tree(dims)
+    if not tree.scans:
+        if options.get("scan"):
+            raise MappingError(f"scan=True: {target} has no such {family} with stacked layers")
+        builder = dataclasses.replace(builder, scan=False)
+    return builder.build(tree)
 
 
 def _check_options(options: Dict[str, Any]) -> None:

@@ -102,6 +102,8 @@ class Tree:
     embedding_step: TensorStep = EMBEDDING
     norm_step: TensorStep = VECTOR
     others: tuple[FamilyLeaf, ...] = ()  # that belong to no layer either
+    scans: bool = True  # whether there is such a model with stacked layers
+    takes_reused: bool = False  # whether keys and values that no layer uses are leaves
 
 
 def renamed(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.format import short_repr
 
 from .dims import Dims, LayerKind
 from .steps import VECTOR, FamilyLeaf, LayerGroup, TensorStep, Tree, renamed
@@ -84,12 +87,25 @@ def _gemma(dims: Dims) -> tuple[FamilyLeaf, ...]:
 
 
 def _gemma4(dims: Dims) -> Tree:
-    """Local and global layers have heads of their own; queries are never joined to keys."""
-    if any(kind.reuses for kind in dims.kinds):
+    """Local and global layers have heads of their own; queries are never joined to keys.
+
+    Layers that take the keys and values of others have some nevertheless, which nothing uses.
+    """
+    reusing = sum(kind.reuses for kind in dims.kinds)
+    if reusing and not dims.stores_reused:
         raise MappingError(
-            "every layer of Tunix's gemma4 has keys and values, of this model only some",
-            found=f"{sum(kind.reuses for kind in dims.kinds)} such layers, num_kv_shared_layers",
-            hint="Tunix does not use those of the others: write an osl.Mapping that fills them.",
+            "every layer of Tunix's gemma4 has keys and values, in these files only some",
+            found=f"num_kv_shared_layers {reusing}, without tensors for their keys and values",
+            hint="Published files have them, those that transformers 5 saves do not. Tunix does"
+            " not use them: write an osl.Mapping that fills them.",
+        )
+    # `create_kv_cache_sharing_patterns`: theirs are those of the last two layers with their own.
+    last = [kind.attention for kind in dims.kinds[: dims.layers - reusing]][-2:]
+    if reusing and last != ["sliding", "full"]:
+        raise MappingError(
+            "Tunix's gemma4 takes shared keys from the last local and the last global layer before",
+            expected="layer_types with one local and one global layer there",
+            found=short_repr(last),
         )
     groups = [
         LayerGroup("", "layers.{n}.", (i,), _gemma4_layer(dims, kind))
@@ -103,12 +119,19 @@ def _gemma4(dims: Dims) -> Tree:
             target = target.replace(name, replacement)
         others.append(FamilyLeaf(f"embedder.{target}", leaf.source, leaf.step))
     head, norm = "lm_head.w", "final_norm.scale"
-    return Tree("embedder.input_embedding", head, norm, tuple(groups), others=tuple(others))
+    return Tree(
+        "embedder.input_embedding",
+        head,
+        norm,
+        tuple(groups),
+        others=tuple(others),
+        takes_reused=True,
+    )
 
 
 def _gemma4_layer(dims: Dims, kind: LayerKind) -> tuple[FamilyLeaf, ...]:
     q, k, v = (f"self_attn.{x}_proj.weight" for x in "qkv")
-    steps = layer_tensors(dims, kind)
+    steps = layer_tensors(dims, dataclasses.replace(kind, reuses=False))
     own = {tensor: step for tensor, step in steps.items() if tensor not in (q, k, v)}
     after = ("post_attention_layernorm", "post_attention_norm")
     leaves = renamed(own, (*_GEMMA4_NAMES, *_GEMMA_NAMES, after, *_NAMES))
