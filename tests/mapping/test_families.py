@@ -797,6 +797,16 @@ THREE_LAYERS = {
             {"target": "tunix"},
             "from the last local and the last global layer",
         ),
+        ("llama4_scout", {}, {"target": "maxtext"}, "a multiple of 4 layers"),
+        ("llama4", {"moe_layers": [0, 1]}, {"target": "maxtext"}, r"every second.*layers \[0, 1\]"),
+        ("llama4", {"no_rope_layers": [1, 0, 1, 0]}, {"target": "maxtext"}, "type of layer 1"),
+        ("llama4", {"no_rope_layers": [1, 0, 1]}, {"target": "maxtext"}, "one for each of 4"),
+        (
+            "llama4",
+            {"no_rope_layers": [], "no_rope_layer_interval": 2},
+            {"target": "maxtext"},
+            "type of layer 1",
+        ),
         ("gpt_oss", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 2 layers"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, {}, "quantised with 'gptq'"),
         (

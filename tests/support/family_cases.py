@@ -13,6 +13,7 @@ FAMILY |= {
     "starcoder2_unbiased": "starcoder2",
     "cohere_unnormed": "cohere",
     "llama4_scout": "llama4",
+    "llama4_blocks": "llama4",
     "qwen2_moe_unbiased": "qwen2_moe",
     "qwen3_next_mixed": "qwen3_next",
     "gemma4_dense": "gemma4",
@@ -31,18 +32,17 @@ ONLY_PLAIN = (
         "starcoder2",
         "cohere",
         "cohere2",
-        "llama4",
     ),
-    *("qwen2_moe", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "gemma3n", "mamba2"),
+    *("qwen2_moe", "qwen2_vl", "qwen3_5", "gemma3n", "mamba2"),
 )
 NOT_IN_MAXTEXT = (
     *("llama_biased", "qwen3_moe_mixed", "qwen3_next_mixed"),
-    *("gemma", "gemma4"),
+    *("gemma", "gemma4", "llama4_scout"),
 )
 UNSCANNED_IN_MAXTEXT = ("gemma4_e2b", "gemma4_unshared")  # as E2B and E4B
 NOT_IN_TUNIX = (
     *("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral", "qwen3_next", "qwen3_next_mixed"),
-    "qwen3_5_moe",
+    *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "llama4", "llama4_scout", "llama4_blocks"),
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32"),
     *("gpt_oss", "olmo3", "gemma4", "gemma4_e2b"),
 )

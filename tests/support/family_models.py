@@ -166,6 +166,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 4, "interleave_moe_layer_step": 2},
     ),
     "llama4_scout": ("Llama4", {"head_dim": 16, "num_local_experts": 3, "attention_bias": True}),
+    "llama4_blocks": ("Llama4", {"head_dim": 16, "num_local_experts": 3, "num_hidden_layers": 8}),
     "qwen2_moe": ("Qwen2Moe", SHARED),
     "qwen2_moe_unbiased": ("Qwen2Moe", {**SHARED, "qkv_bias": False, "mlp_only_layers": [0]}),
     "qwen3_next": ("Qwen3Next", SHARED | HYBRID),

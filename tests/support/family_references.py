@@ -399,6 +399,19 @@ def maxtext_layer(family, x, rope="default"):
     mlp = {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}
     if "mlp.gate_proj.weight" in x:
         leaves |= {f"mlp.{k}.kernel": x.linear(f"mlp.{v}") for k, v in mlp.items()}
+    if family == "llama4":
+        block, part = "Llama4MoEBlock_0.", llama4_mlp(x)
+        names = {f"mlp.{v}.kernel": f"mlp.{k}.kernel" for k, v in mlp.items()}
+        names |= {f"mlp.experts.{v}.kernel": f"{block}MoeBlock_0.{k}" for k, v in mlp.items()}
+        names |= {f"mlp.shared_expert.{v}.kernel": f"{block}shared_experts.{k}.kernel"
+                  for k, v in mlp.items()}  # fmt: skip
+        names["mlp.router.kernel"] = f"{block}MoeBlock_0.gate.kernel"
+        leaves |= {names[name]: array for name, array in part.items()}
+    if family == "qwen3_vl_moe":  # as transformers 5 saves it
+        leaves["moe_block.gate.kernel"] = x.linear("mlp.gate")
+        parts = [*np.split(x("mlp.experts.gate_up_proj"), 2, axis=1), x("mlp.experts.down_proj")]
+        for k, part in zip(mlp, parts, strict=True):
+            leaves[f"moe_block.{k}"] = part.transpose(0, 2, 1)
     if family == "qwen3_moe":
         leaves["moe_block.gate.kernel"] = x.linear("mlp.gate")
         for k, v in mlp.items():
@@ -601,7 +614,7 @@ def _maxtext_layers(family, config, layers, scan, axis):
             leaves |= one(f"decoder.layers_remainder.layers_{i}.", layer)
         full = [b[-1] for b in blocks]
         return leaves | stacked(f"decoder.{block}.global_layer.", full, axis)
-    cycle = {"gpt_oss": 2, "olmo3": 4}.get(family)
+    cycle = {"gpt_oss": 2, "olmo3": 4, "llama4": 4}.get(family)
     if cycle:
         for i in range(cycle):
             leaves |= stacked(f"decoder.layers.layers_{i}.", layers[i::cycle], axis)

@@ -240,6 +240,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_local_experts": 16,
             "moe_layers": None,
             "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 4,
         },
         feed_forward="feed_forward",
         experts=("stacked",),

@@ -195,6 +195,8 @@ def dims_of(
     if architecture.mixer == "mamba":  # files on the hub have other names than transformers 5
         layer_types = tuple(_TYPES.get(kind, kind) for kind in layer_types)
         layer_types = layer_types or ("linear_attention",) * layers
+    if "no_rope_layer_interval" in defaults:
+        layer_types = _types_by_rotation(read, layers)
     if family == "gemma4":  # `Gemma4TextConfig` makes it so
         layer_types = (*layer_types[:-1], "full_attention")
     if layer_types and len(layer_types) != layers:
@@ -263,6 +265,16 @@ def _rope(read: Section) -> str:
         if rope is not None and (kind := rope.text("rope_type") or rope.text("type")):
             return kind
     return "default"
+
+
+def _types_by_rotation(read: Section, layers: int) -> tuple[str, ...]:
+    """Layers without a rotary embedding attend to all tokens: `Llama4TextConfig`."""
+    interval = read.integer("no_rope_layer_interval")
+    rotated = read.integers("no_rope_layers", bounds=(0, 1))
+    rotated = rotated or tuple(int(i % interval != 0) for i in range(1, layers + 1))
+    if len(rotated) < layers:
+        read.raise_error("no_rope_layers", f"one for each of {layers:,} layers", rotated)
+    return tuple("chunked_attention" if turns else "full_attention" for turns in rotated[:layers])
 
 
 def _tied(outer: Section, read: Section) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -34,7 +35,7 @@ from .tensors import fused_experts, layer_tensors, stacked_experts
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "mixtral"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "olmo3", "qwen3_next"),
-    *("qwen3_5_moe", "gemma4"),
+    *("qwen3_5_moe", "gemma4", "llama4", "qwen3_vl", "qwen3_vl_moe"),
 )
 _NAMES = (
     (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),
@@ -66,6 +67,12 @@ _OLMO3_NAMES = (
     (r"self_attn\.k_norm", "attention.key_norm"),
     ("self_attn", "attention"),
     ("post_feedforward_layernorm", "post_mlp_layer_norm"),
+)
+_LLAMA4_NAMES = (
+    (r"^feed_forward\.router", "Llama4MoEBlock_0.MoeBlock_0.gate"),
+    (r"^feed_forward\.shared_expert", "Llama4MoEBlock_0.shared_experts"),
+    ("^feed_forward", "mlp"),
+    (r"^mlp\.experts", "Llama4MoEBlock_0.MoeBlock_0.experts"),
 )
 _DEEPSEEK_NAMES = (
     (r"self_attn\.q_a_layernorm", "self_attention.q_norm"),
@@ -110,6 +117,7 @@ _GEMMA4_CYCLE = 6  # `attention_pattern_length` of `GEMMA4_MAXTEXT_TO_HF_PARAM_M
 _GEMMA4_SMALL_CYCLES = (5, 6)  # of E2B and E4B: `get_attention_pattern` (`gemma4_small.py`)
 _GEMMA3_CYCLE = 6  # layers that are scanned together: `GEMMA3_ATTENTION_PATTERN` (`gemma3.py`)
 _OLMO3_CYCLE = 4  # `OLMO3_ATTENTION_PATTERN` (`olmo3.py`)
+_LLAMA4_CYCLE = 4  # the same key of `configs/models/llama4-*.yml`
 _GPT_OSS_CYCLE = 2  # `inhomogeneous_layer_cycle_interval` of `configs/models/gpt-oss-*.yml`
 
 
@@ -123,6 +131,7 @@ def tree(dims: Dims) -> Tree:
         "deepseek_v3": _deepseek,
         "deepseek_v32": _deepseek,
         "gpt_oss": _gpt_oss,
+        "llama4": _llama4,
         "olmo3": _olmo3,
         "qwen3_next": _hybrid,
         "qwen3_5_moe": _hybrid,
@@ -190,7 +199,10 @@ def _interleaved_heads(h: int, d: int) -> TensorStep:
 def _uniform(dims: Dims) -> tuple[LayerGroup, ...]:
     """Llama, Mistral, Qwen and Mixtral: all layers have the same leaves."""
     dims.check_uniform("MaxText")
-    leaves = renamed(_steps(dims, sparse=bool(dims.sparse)), (*_MOE_NAMES, *_NAMES))
+    names = (*_MOE_NAMES, *_NAMES)
+    leaves = renamed(_steps(dims, sparse=bool(dims.sparse)), names)
+    if dims.sparse:
+        leaves += _renamed_leaves(stacked_experts(dims), names)
     return (
         LayerGroup("decoder.layers.", "decoder.layers_{n}.", tuple(range(dims.layers)), leaves),
     )
@@ -221,7 +233,7 @@ def _gemma3(dims: Dims) -> tuple[LayerGroup, ...]:
     remainder = LayerGroup(
         "decoder.layers_remainder.layers_{n}.", "decoder.layers_{n}.", rest, leaves, scans=False
     )
-    return (*_cycle(_GEMMA3_CYCLE, scanned, leaves), remainder)
+    return (*_cycle([leaves] * _GEMMA3_CYCLE, scanned), remainder)
 
 
 def _gemma4(dims: Dims) -> tuple[LayerGroup, ...]:
@@ -297,7 +309,8 @@ def _olmo3(dims: Dims) -> tuple[LayerGroup, ...]:
     steps = _steps(dims, sparse=False)
     for x, n in (("q", dims.heads), ("k", dims.kv_heads)):  # `GlobalRMSNorm` of `normalizations.py`
         steps[f"self_attn.{x}_norm.weight"] = TensorStep("d -> d", (("d", n * dims.head_dim),))
-    return _cycle(_OLMO3_CYCLE, dims.layers, renamed(steps, (*_OLMO3_NAMES, *_NAMES)))
+    leaves = renamed(steps, (*_OLMO3_NAMES, *_NAMES))
+    return _cycle([leaves] * _OLMO3_CYCLE, dims.layers)
 
 
 def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
@@ -305,7 +318,27 @@ def _gpt_oss(dims: Dims) -> tuple[LayerGroup, ...]:
     dims.check_cycle("MaxText", _GPT_OSS_CYCLE)
     leaves = renamed(_steps(dims, sparse=True), (*_GPT_OSS_NAMES, *_NAMES))
     leaves += fused_experts(("wi_0", "wi_1", "wo"), "GptOssMlp.{}", "GptOssMlp.{}_bias")
-    return _cycle(_GPT_OSS_CYCLE, dims.layers, leaves)
+    return _cycle([leaves] * _GPT_OSS_CYCLE, dims.layers)
+
+
+def _llama4(dims: Dims) -> tuple[LayerGroup, ...]:
+    """Layers are scanned by fours, the last of which has no rotary embedding.
+
+    `MoeBlock_0` and MLP are those of `determine_is_moe_layer` (`llama4.py`). Heads are as they are
+    stored: both sides turn neighbours, and MaxText scales queries when it uses them.
+    """
+    dims.check_cycle("MaxText", _LLAMA4_CYCLE, local="chunked")
+    steps = [n for n in (1, 2, 4) if dims.sparse == tuple(range(n - 1, dims.layers, n))]
+    if not steps:
+        what = "the layers with experts are not those of MaxText's llama4"
+        expected = "every layer, every second or every fourth (interleave_moe_layer_step)"
+        raise MappingError(what, expected=expected, found=f"layers {short_repr([*dims.sparse])}")
+    names = (*_LLAMA4_NAMES, *_NAMES)
+    dense = renamed(_steps(dims, sparse=False), names)
+    sparse = renamed(_steps(dims, sparse=True), names)
+    sparse += _renamed_leaves(stacked_experts(dims), names)
+    block = [sparse if i in dims.sparse else dense for i in range(_LLAMA4_CYCLE)]
+    return _cycle(block, dims.layers)
 
 
 def _hybrid(dims: Dims) -> tuple[LayerGroup, ...]:
@@ -319,17 +352,9 @@ def _hybrid(dims: Dims) -> tuple[LayerGroup, ...]:
     length = [*dims.layer_types, "full_attention"].index("full_attention") + 1
     dims.check_cycle("MaxText", length, local="linear")
     leaves = {kind: _hybrid_layer(dims, kind) for kind in ("linear", "full")}
-    unscanned, last = "decoder.layers_{n}.", length - 1
     if dims.family == "qwen3_5_moe":
-        return tuple(
-            LayerGroup(
-                f"decoder.layers.layer_{i}.",
-                unscanned,
-                tuple(range(i, dims.layers, length)),
-                leaves["full" if i == last else "linear"],
-            )
-            for i in range(length)
-        )
+        block = [leaves["linear"]] * (length - 1) + [leaves["full"]]
+        return _cycle(block, dims.layers, "decoder.layers.layer_{}.")
     return _blocks("decoder.layers.", length, dims.layers, leaves["linear"], leaves["full"])
 
 
@@ -400,12 +425,15 @@ def _joined_projections(linear: LinearAttention) -> tuple[FamilyLeaf, ...]:
     )
 
 
-def _cycle(length: int, layers: int, leaves: tuple[FamilyLeaf, ...]) -> tuple[LayerGroup, ...]:
-    """Layers of which `length` are scanned together."""
-    name, unscanned = "decoder.layers.layers_{}.", "decoder.layers_{n}."
+def _cycle(
+    block: Sequence[tuple[FamilyLeaf, ...]], layers: int, name: str = "decoder.layers.layers_{}."
+) -> tuple[LayerGroup, ...]:
+    """Layers of which as many as in `block` are scanned together, each with the leaves there."""
     return tuple(
-        LayerGroup(name.format(i), unscanned, tuple(range(i, layers, length)), leaves)
-        for i in range(length)
+        LayerGroup(
+            name.format(i), "decoder.layers_{n}.", tuple(range(i, layers, len(block))), leaves
+        )
+        for i, leaves in enumerate(block)
     )
 
 
