@@ -154,7 +154,7 @@ SAME_NAMES = (
 
 
 # Names and shapes of tensors, and values of configurations that others do not have.
-EXPECTED = r"no tensor|no rule|has extent|layer_types|intermediate_size|model lacks"
+EXPECTED = r"no tensor|no rule|has extent|layer_types|no_rope_layers|intermediate_size|model lacks"
 
 
 @pytest.mark.parametrize("theirs", families.TARGETS["plain"])
