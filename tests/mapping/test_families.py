@@ -27,11 +27,13 @@ from family_models import (
     experts_in_one_tensor,
     experts_with_inputs_first,
     make,
+    named_as_published,
     read_one,
     unused_keys_and_values,
 )
 from family_references import REFERENCES, maxtext
 from llama_jax import logits
+from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import orbax_safetensors_layout as osl
@@ -424,6 +426,44 @@ def test_keys_and_values_that_no_layer_of_tunix_uses(saved, tmp_path):
         check_inverse(mapping, folder, stored, expected)
 
 
+@pytest.mark.parametrize("target", ["plain", "maxtext"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_published_names_of_deepseek_v4(saved, tmp_path, target, scan):
+    """They differ from those that transformers saves; a configuration alone is a published one."""
+    whole, config, tensors, _ = saved["deepseek_v4"]
+    expected = REFERENCES[target]("deepseek_v4", config, tensors, scan)
+    published = named_as_published(tensors)
+    more = {"mtp.0.attn.wq_a.weight": np.zeros((2, 2), np.float32)}
+    mapping = families.mapping(config, target=target, scan=scan)
+    check(mapping, specs_of(published | more), published | more, expected)
+    check_inverse(families.mapping(config, target=target, scan=scan).like(specs_of(published)),
+                  specs_of(published), published, expected)  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(named_as_published({n: read_one(whole, n) for n in tensors}),
+              tmp_path / "model.safetensors")  # fmt: skip
+    check(families.mapping(tmp_path, target=target, scan=scan), tmp_path, published, expected)
+
+
+def test_layers_of_deepseek_v4_by_older_keys(saved):
+    """As published configurations say them; both spellings are one model."""
+    config = saved["deepseek_v4"].config
+    absent = ("layer_types", "mlp_layer_types", "compress_rates")
+    old = {key: value for key, value in config.items() if key not in absent}
+    for keys in (
+        {"compress_ratios": [0, 0, 4, 128, 4, 128, 4, 0], "num_hash_layers": 3},
+        {"compress_ratios": [4, 0, 4, 128, 4, 128, 4], "num_hash_layers": 0},
+        {},
+        {"num_hash_layers": 5},
+        {"compress_rate_csa": 4, "compress_rate_hca": 128},
+    ):
+        new = transformers.DeepseekV4Config(**old | keys)
+        types = {"layer_types": new.layer_types, "mlp_layer_types": new.mlp_layer_types}
+        assert repr(families.mapping(old | keys)) == repr(families.mapping(old | types))
+    # Types that MaxText does not stack are those of its other layout.
+    mapping = families.mapping(old, target="maxtext")
+    assert repr(mapping) == repr(families.mapping(old, target="maxtext", scan=False))
+
+
 def test_kimi_k2_is_a_deepseek_v3(saved):
     config = saved["deepseek_v3"].config
     kimi = families.mapping(config | {"model_type": "kimi_k2"}, target="maxtext")
@@ -807,6 +847,40 @@ THREE_LAYERS = {
             {"target": "maxtext"},
             "type of layer 1",
         ),
+        (
+            "deepseek_v4",
+            {"mlp_layer_types": ["moe", "hash_moe"] + ["moe"] * 5},
+            {"target": "maxtext"},
+            r"expected: layers 0 to 0, found: \[1\]",
+        ),
+        (
+            "deepseek_v4",
+            {"compress_rates": {"compressed_sparse_attention": 8}},
+            {"target": "maxtext"},
+            r"compress_rates \[4, 128\].*found: \[8, 128\]",
+        ),
+        (
+            "deepseek_v4",
+            {"layer_types": ["heavily_compressed_attention"] * 7},
+            {"target": "maxtext", "scan": True},
+            "no such deepseek_v4 with stacked layers",
+        ),
+        ("deepseek_v4", {"layer_types": ["full_attention"] * 7}, {}, "each one of"),
+        ("deepseek_v4", {"layer_types": ["sliding_attention"]}, {}, "one for each of 7 layers"),
+        ("deepseek_v4", {"mlp_layer_types": ["dense"] * 7}, {}, "hash_moe or moe for each of 7"),
+        (
+            "deepseek_v4",
+            {"layer_types": None, "compress_ratios": [2] * 7},
+            {},
+            r"one of \[0, 4, 128",
+        ),
+        ("deepseek_v4", {"o_groups": 3}, {}, "a divisor of 4 heads"),
+        (
+            "deepseek_v4",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}},
+            {},
+            "deepseek_v4 quantised with 'fp8'",
+        ),
         ("gpt_oss", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 2 layers"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, {}, "quantised with 'gptq'"),
         (
@@ -944,7 +1018,7 @@ def test_index_only(saved):
         expressions = families.mapping(folder, target=target, scan=scan).bind(folder).expressions
         whole = all(index_only(x.pull_back(Box.whole(x.shape))) for x in expressions.values())
         counts[target, whole] += 1
-        computes = ("llama", "mistral", "mixtral", "gemma2", "gemma3", "gemma4")
+        computes = ("llama", "mistral", "mixtral", "gemma2", "gemma3", "gemma4", "deepseek_v4")
         assert whole == (target != "maxtext" or family_of(name) not in computes)
     assert counts["plain", False] == counts["tunix", False] == 0
 

@@ -60,7 +60,10 @@ def nested(flat):
 def test_there_and_back_under_every_sharding(saved, tmp_path, name, target, scan):
     folder, config, tensors, _ = saved[name]
     mapping = osl.families.mapping(folder, target=target, scan=scan)
-    expected = REFERENCES[target](family_of(name), config, tensors, scan)
+    expected = {
+        leaf: value.astype(jax.dtypes.canonicalize_dtype(value.dtype))  # int64 of DeepSeek-V4
+        for leaf, value in REFERENCES[target](family_of(name), config, tensors, scan).items()
+    }
     for split, spec in SPLITS.items():
         mesh = meshes(split)
         abstract = {
@@ -87,7 +90,7 @@ def test_there_and_back_under_every_sharding(saved, tmp_path, name, target, scan
     back = read(tmp_path / "back")
     assert set(back) == set(tensors)
     for tensor, value in tensors.items():
-        if target != "maxtext":  # which computes some in float32
+        if target != "maxtext" and value.dtype != np.int64:  # it computes some in float32
             assert_same_bits(back[tensor], value)
         else:
             assert_same_bits(back[tensor].astype(value.dtype), value)

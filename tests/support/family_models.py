@@ -132,6 +132,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1, "head_dim": 4}
         | {"n_routed_experts": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
     ),
+    "deepseek_v4": (
+        "DeepseekV4",
+        {**MOE, "n_routed_experts": 4, "num_hidden_layers": 7, "head_dim": 16, "q_lora_rank": 24}
+        | {"num_key_value_heads": 1, "qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 12}
+        | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "sliding_window": 8}
+        | {"compress_ratios": [0, 0, 4, 128, 4, 128, 4]},
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {**MOE, "n_routed_experts": 4, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
@@ -249,7 +256,10 @@ def make(name: str, folder, dtype: str = "bfloat16", **more: Any) -> Saved:
     model = model.eval().to(getattr(torch, dtype))
     with torch.no_grad():
         for tensor in [*model.parameters(), *_saved_buffers(model)]:
-            tensor.copy_(torch.randn(tensor.shape) * 0.2)
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape) * 0.2)
+            else:  # DeepSeek-V4's table of experts
+                tensor.copy_(torch.randint(config.n_routed_experts, tensor.shape))
     if causal:
         model.save_pretrained(folder, max_shard_size="40KB")
     else:
@@ -268,7 +278,7 @@ def _save_language_model(model, folder):
 
 
 PATTERN = "model{suffix}.safetensors"
-_SAVED = ("e_score_correction_bias", "layer_scalar")
+_SAVED = ("e_score_correction_bias", "layer_scalar", "tid2eid")
 
 
 def _saved_buffers(model):
@@ -302,6 +312,16 @@ def experts_in_one_tensor(config, tensors):
         stored[f"{before}gate_up_proj"] = np.concatenate([gate, up], 1)
         stored[f"{before}down_proj"] = down
     return stored
+
+
+def named_as_published(tensors):
+    """The tensors of a DeepSeek-V4 by their published names, of which transformers saves others."""
+    published = {}
+    for name, array in tensors.items():
+        name = name.removeprefix("model.").replace("embed_tokens", "embed")
+        name = name.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")
+        published[name] = array
+    return published
 
 
 def experts_with_inputs_first(tensors):

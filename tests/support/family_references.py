@@ -111,6 +111,8 @@ def linear_attention(x):
 def plain_layer(family, x):
     if family == "mamba2":
         return mamba_layer(x)
+    if family == "deepseek_v4":
+        return deepseek_v4_layer(x)
     leaves = {}
     for name in (
         "input_layernorm",
@@ -206,6 +208,49 @@ def plain_layer(family, x):
     return leaves
 
 
+def deepseek_v4_layer(x):
+    """A layer by the names of transformers' modules, for files that have others."""
+    leaves = {
+        "input_layernorm.scale": x("attn_norm.weight"),
+        "post_attention_layernorm.scale": x("ffn_norm.weight"),
+        "mlp.router.kernel": x.linear("ffn.gate"),
+    }
+    for on in ("attn", "ffn"):
+        leaves[f"{on}_hc.fn"] = x(f"hc_{on}_fn").T
+        leaves[f"{on}_hc.base"], leaves[f"{on}_hc.scale"] = x(f"hc_{on}_base"), x(f"hc_{on}_scale")
+    if "ffn.gate.bias" in x:
+        leaves["mlp.router.e_score_correction_bias"] = x("ffn.gate.bias")
+    else:
+        leaves["mlp.router.tid2eid"] = x("ffn.gate.tid2eid")
+    for w, name in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        leaves[f"mlp.shared_experts.{name}.kernel"] = x.linear(f"ffn.shared_experts.{w}")
+        pattern = f"ffn.experts.{{}}.{w}.weight"
+        leaves[f"mlp.experts.{name}.kernel"] = x.experts(pattern, x.c["n_routed_experts"])
+    groups, kernel = x.c["o_groups"], x("attn.wo_a.weight")
+    attention = {
+        "q_a_norm.scale": x("attn.q_norm.weight"),
+        "q_a_proj.kernel": x.linear("attn.wq_a"),
+        "q_b_proj.kernel": x.linear("attn.wq_b").reshape(-1, x.heads, x.d),
+        "kv_proj.kernel": x.linear("attn.wkv"),
+        "kv_norm.scale": x("attn.norm.weight"),
+        "sinks": x("attn.attn_sink"),
+        "o_a_proj.kernel": np.stack([part.T for part in np.split(kernel, groups)]),
+        "o_b_proj.kernel": x.linear("attn.wo_b"),
+    }
+    for module, to in (("compressor", ""), ("indexer.compressor", "indexer.")):
+        if f"attn.{module}.ape" in x:
+            attention[f"compressor.{to}position_bias"] = x(f"attn.{module}.ape")
+            attention[f"compressor.{to}kv_norm.scale"] = x(f"attn.{module}.norm.weight")
+            attention[f"compressor.{to}gate_proj.kernel"] = x.linear(f"attn.{module}.wgate")
+            attention[f"compressor.{to}kv_proj.kernel"] = x.linear(f"attn.{module}.wkv")
+    if "attn.indexer.wq_b.weight" in x:
+        before, heads = "compressor.indexer.", x.c["index_n_heads"]
+        queries = x.linear("attn.indexer.wq_b")
+        attention[f"{before}q_b_proj.kernel"] = queries.reshape(len(queries), heads, -1)
+        attention[f"{before}scorer.weights_proj.kernel"] = x.linear("attn.indexer.weights_proj")
+    return leaves | {f"self_attn.{name}": array for name, array in attention.items()}
+
+
 def granite_mlp(x):
     """The MLP of all tokens, and the experts beside it, of Granite 4."""
     gate, up = np.split(x("shared_mlp.input_linear.weight"), 2)
@@ -270,6 +315,9 @@ def kind_of(family, config, i, layers):
     """What layers that are stacked together are called."""
     sparse = ["mlp.router.kernel" in layer for layer in layers]
     words = ""
+    if family == "deepseek_v4":
+        table = "hash_" * (config["mlp_layer_types"][i] == "hash_moe")
+        return table + config["layer_types"][i].removesuffix("attention")
     if family in ("gemma3n", "gemma4") and i >= len(layers) - config["num_kv_shared_layers"]:
         words += "kv_shared_"
     if any(sparse) and not all(sparse):
@@ -306,6 +354,10 @@ def plain(family, config, tensors, scan):
         "embed_tokens.embedding": tensors["model.embed_tokens.weight"],
         "norm.scale": tensors["model.norm.weight"],
     }
+    if family == "deepseek_v4":
+        leaves["lm_head.kernel"] = tensors["head.weight"].T
+        for name in ("hc_fn", "hc_base", "hc_scale"):
+            leaves[f"hc_head.{name}"] = tensors[f"model.hc_head.{name}"].T
     if "model.norm.bias" in tensors:
         leaves["norm.bias"] = tensors["model.norm.bias"]
     if "lm_head.weight" in tensors:
@@ -354,6 +406,8 @@ def maxtext_layer(family, x, rope="default"):
         return maxtext_hybrid(x)
     if family == "gemma4":
         return maxtext_gemma4(x)
+    if family == "deepseek_v4":
+        return maxtext_deepseek_v4(x)
     leaves = {}
     if gemma:
         leaves["pre_self_attention_norm.scale"] = norm("input_layernorm")
@@ -529,6 +583,57 @@ def maxtext_gemma4(x):
     return leaves
 
 
+def maxtext_deepseek_v4(x):
+    """One layer as `DEEPSEEK_V4_MAXTEXT_TO_HF_PARAM_HOOK_FN` turns it over."""
+    plain = deepseek_v4_layer(x)
+    heavy = "self_attn.compressor.indexer.position_bias" not in plain
+    moved = {
+        "input_layernorm": "pre_self_attention_layer_norm",
+        "post_attention_layernorm": "post_self_attention_layer_norm",
+        "self_attn.compressor.indexer.scorer.": "self_attention.csa_compressor.indexer.",
+        "self_attn.compressor.indexer.q_b_proj": "self_attention.csa_compressor.indexer.q_proj",
+        "self_attn.compressor.": f"self_attention.{'hca' if heavy else 'csa'}_compressor.",
+        "self_attn.q_a_norm": "self_attention.q_norm",
+        "self_attn.q_a_proj": "self_attention.wq_a",
+        "self_attn.q_b_proj": "self_attention.wq_b",
+        "self_attn.kv_proj": "self_attention.wkv",
+        "self_attn.": "self_attention.",
+        "mlp.router.e_score_correction_bias": "mlp.MoeBlock_0.gate.bias",
+        "mlp.router.tid2eid": "mlp.MoeBlock_0.tid2eid",
+        "mlp.router": "mlp.MoeBlock_0.gate",
+        "mlp.experts.gate_proj.kernel": "mlp.MoeBlock_0.wi_0",
+        "mlp.experts.up_proj.kernel": "mlp.MoeBlock_0.wi_1",
+        "mlp.experts.down_proj.kernel": "mlp.MoeBlock_0.wo",
+        "mlp.shared_experts.gate_proj": "mlp.shared_experts.wi_0",
+        "mlp.shared_experts.up_proj": "mlp.shared_experts.wi_1",
+        "mlp.shared_experts.down_proj": "mlp.shared_experts.wo",
+    }
+    leaves, n = {}, x.c["hc_mult"]
+    for name, array in plain.items():
+        if "_hc." in name:
+            continue
+        old = next(old for old in moved if name.startswith(old))
+        leaves[name.replace(old, moved[old])] = array
+    kernel = leaves["self_attention.wkv.kernel"]
+    leaves["self_attention.wkv.kernel"] = kernel[:, None]
+    queries = "self_attention.csa_compressor.indexer.q_proj.kernel"
+    if queries in leaves:
+        leaves[queries] = leaves[queries].reshape(len(leaves[queries]), -1)
+    table = "mlp.MoeBlock_0.tid2eid"
+    if table in leaves:
+        leaves[table] = leaves[table].astype(F32)
+    for module, on in (("mhc_attention", "attn"), ("mhc_mlp", "ffn")):
+        leaves[f"{module}.mhc_norm.scale"] = np.ones(n * x.c["hidden_size"], F32)
+        kernels = np.split(x(f"hc_{on}_fn"), [n, 2 * n])
+        biases = np.split(x(f"hc_{on}_base"), [n, 2 * n])
+        biases[2] = biases[2].reshape(n, n)
+        scales = np.split(x(f"hc_{on}_scale"), 3)
+        for part, a, b, c in zip(("pre", "post", "res"), kernels, biases, scales, strict=True):
+            leaves[f"{module}.{part}_alpha"], leaves[f"{module}.{part}_beta"] = a.T, b
+            leaves[f"{module}.{part}_alpha_scale"] = c
+    return leaves
+
+
 def maxtext(family, config, tensors, scan, axis=1):
     embedding, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
     root = np.sqrt(config["hidden_size"])
@@ -541,6 +646,10 @@ def maxtext(family, config, tensors, scan, axis=1):
     leaves = {"token_embedder.embedding": embedding, "decoder.decoder_norm.scale": norm}
     if "lm_head.weight" in tensors:
         leaves["decoder.logits_dense.kernel"] = tensors["lm_head.weight"].T
+    if family == "deepseek_v4":
+        leaves["decoder.logits_dense.kernel"] = tensors["head.weight"].T
+        for name in ("hc_fn", "hc_base", "hc_scale"):
+            leaves[f"decoder.hc_head.{name}"] = tensors[f"model.hc_head.{name}"].T
     if "model.embed_tokens_per_layer.weight" in tensors:
         before = "decoder.per_layer_embedder."
         table, norm = "embed_tokens_per_layer", "per_layer_projection_norm"
@@ -552,9 +661,11 @@ def maxtext(family, config, tensors, scan, axis=1):
     rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
     layers = [maxtext_layer(family, Layer(tensors, i, config), rope) for i in range(n)]
     leaves |= _maxtext_layers(family, config, layers, scan, axis)
-    variable = "MoeBlock_0.gate.bias"  # of DeepSeek; the model has it beside its parameters
+    # Of DeepSeek; the model has them beside its parameters.
+    variables = {"MoeBlock_0.gate.bias": "MoEBiasVar", "MoeBlock_0.tid2eid": "Tid2EidVar"}
     return {
-        f"{'MoEBiasVar' if name.endswith(variable) else 'params'}.{name}": array
+        next((v for end, v in variables.items() if name.endswith(end)), "params")
+        + f".{name}": array
         for name, array in leaves.items()
     }
 
@@ -588,6 +699,14 @@ def _maxtext_layers(family, config, layers, scan, axis):
     if not scan:
         for i, layer in enumerate(layers):
             leaves |= one(f"decoder.layers_{i}.", layer)
+        return leaves
+    if family == "deepseek_v4":
+        k = config["mlp_layer_types"].count("hash_moe")
+        for i, layer in enumerate(layers[:k]):
+            leaves |= one(f"decoder.layers_{i}.", layer)
+        for i in range(2):
+            before, bias = f"decoder.scanned_blocks.layers_{i}.", ("mlp.MoeBlock_0.gate.bias",)
+            leaves |= stacked(before, layers[k + i :: 2], axis, first=bias)
         return leaves
     if family == "gemma3":
         whole = len(layers) // 6 * 6

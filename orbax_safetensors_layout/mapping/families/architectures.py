@@ -86,6 +86,9 @@ class Architecture:
         root: The same of a model by itself.
         embedding: The tensor of the embedding, after the prefix.
         norm: The tensor of the last norm.
+        head: The tensor of the output kernel.
+        compressed: Whether attention is the compressed one of DeepSeek-V4, with its hyper
+            connections and its routers by a table. `embedding` is then the published name.
         mixer: The module of a Mamba mixer: `mixer`, in place of attention and MLP of every layer,
             or `mamba`, in place of the attention of those with linear attention.
     """
@@ -119,6 +122,8 @@ class Architecture:
     root: str = "model."
     embedding: str = "embed_tokens.weight"
     norm: str = "norm.weight"
+    head: str = "lm_head.weight"
+    compressed: bool = False
     mixer: Literal["mixer", "mamba"] | None = None
 
 
@@ -193,6 +198,27 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         routing_bias=True,
         shared_experts="shared_experts",
         prediction="layers",
+    ),
+    "deepseek_v4": Architecture(
+        defaults={
+            "num_key_value_heads": 1,
+            "head_dim": 512,
+            "n_routed_experts": 256,
+            "num_hash_layers": 3,
+            "o_groups": 8,
+            "index_n_heads": 64,
+            "index_head_dim": 128,
+            "hc_mult": 4,
+        },
+        norms=("attn_norm", "ffn_norm"),
+        biases=(),
+        attention_types=("sliding", "compressed_sparse", "heavily_compressed"),
+        shared_experts="shared_experts",
+        prediction="mtp",
+        root="",
+        embedding="embed.weight",
+        head="head.weight",
+        compressed=True,
     ),
     "gpt_oss": Architecture(
         defaults={"head_dim": 64, "num_local_experts": 128},

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..expr.choices import Either, Same
 from ..expr.concat_stack import concat, stack
-from ..expr.expression import Expr, tensor
+from ..expr.expression import Expr, fill, tensor
 from ..matching import Rule, rule
 from ..rules import Mapping
 from .dims import Dims
@@ -64,8 +64,12 @@ class MappingBuilder:
     def _embedding(self) -> str:
         return self.prefix + self.dims.architecture.embedding
 
+    @property
+    def _head(self) -> str:
+        return head_name(self.prefix, self.dims.architecture.head)
+
     def _rules(self, tree: Tree) -> Iterator[Rule]:
-        table, head = self._embedding, head_name(self.prefix)
+        table, head = self._embedding, self._head
         norm = self.prefix + self.dims.architecture.norm
         embedding = self.root + tree.embedding
         yield rule(embedding, self._fitted(self._part(table, tree.embedding_step), 0))
@@ -117,6 +121,8 @@ class MappingBuilder:
         return self.root
 
     def _leaf(self, leaf: FamilyLeaf, before: str) -> Expr:
+        if leaf.ones:
+            return fill((leaf.ones,), 1, self.dtype or "float32")
         if (joined := leaf.joined) is not None:
             parts = [self._part(before + name, step) for name, step in joined.parts]
             return concat(parts, 2, joined.widths).rearrange("e n w -> e (n w)", n=joined.n)
@@ -131,7 +137,7 @@ class MappingBuilder:
         """A leaf of one tensor, decoded; a tied embedding must be equal to a stored head."""
         source, quantized = tensor(name), self.dims.quantized
         if self.dims.tied and not self.untie and name == self._embedding:
-            source = Same(source, tensor(head_name(self.prefix)), hint=_UNTIE)
+            source = Same(source, tensor(self._head), hint=_UNTIE)
         elif quantized is not None and quantized.covers(name, step):
             source = quantized.decoded(name, self.dtype or "bfloat16")
         return step.apply(source, self.dtype)

@@ -57,6 +57,18 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Compressed:
+    """DeepSeek-V4's compressed attention and hyper connections."""
+
+    groups: int  # of heads, whose outputs are projected apart
+    index_heads: int
+    index_dim: int
+    streams: int  # of the hidden state
+    rates: tuple[int, int]  # tokens that are compressed to one, in sparse and in heavy attention
+    published: bool  # whether tensors are named as published, and not as transformers saves them
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LinearAttention:
     """The gated delta rule of Qwen; dimensions are those of a head."""
 
@@ -92,6 +104,7 @@ class LayerKind:
     sparse: bool = False  # whether they have experts
     attention: str = ""  # one of `Architecture.attention_types`, where there are such
     reuses: bool = False  # whether keys and values are those of other layers
+    hashed: bool = False  # whether a table of tokens says which experts they take
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +130,7 @@ class Dims:
     shared_experts: bool  # whether layers have experts that all tokens take
     extra: int  # layers after the last, for multi-token prediction
     latent: Latent | None
+    compressed: Compressed | None
     linear: LinearAttention | None  # of the layers that are not of full attention
     state_space: StateSpace | None  # in place of attention
     experts_form: ExpertsForm  # of those of a layer
@@ -195,6 +209,13 @@ def dims_of(
     if architecture.mixer == "mamba":  # files on the hub have other names than transformers 5
         layer_types = tuple(_TYPES.get(kind, kind) for kind in layer_types)
         layer_types = layer_types or ("linear_attention",) * layers
+    compressed = _compressed(read, names) if architecture.compressed else None
+    if compressed is not None:
+        layer_types = _types_by_rates(read, layers)
+        if not compressed.published:
+            architecture = dataclasses.replace(
+                architecture, root="model.", embedding="embed_tokens.weight"
+            )
     if "no_rope_layer_interval" in defaults:
         layer_types = _types_by_rotation(read, layers)
     if family == "gemma4":  # `Gemma4TextConfig` makes it so
@@ -234,6 +255,7 @@ def dims_of(
         if architecture.prediction == "layers"
         else 0,
         latent=latent,
+        compressed=compressed,
         linear=_linear(read) if architecture.linear else None,
         state_space=_state_space(architecture, read, heads, head_dim, hidden),
         experts_form=_experts_form(architecture, read, names, shape_of),
@@ -265,6 +287,56 @@ def _rope(read: Section) -> str:
         if rope is not None and (kind := rope.text("rope_type") or rope.text("type")):
             return kind
     return "default"
+
+
+_RATES = ("compressed_sparse_attention", "heavily_compressed_attention")
+
+
+def _compressed(read: Section, names: Sequence[str]) -> Compressed:
+    rates = read.section("compress_rates") or Section({}, read.model)
+    sparse = read.integer("compress_rate_csa", rates.integer(_RATES[0], 4))
+    heavy = read.integer("compress_rate_hca", rates.integer(_RATES[1], 128))
+    groups = read.integer("o_groups")
+    heads = read.integer("num_attention_heads")
+    if heads % groups:
+        read.raise_error("o_groups", f"a divisor of {heads:,} heads", groups)
+    return Compressed(
+        groups,
+        read.integer("index_n_heads"),
+        read.integer("index_head_dim"),
+        read.integer("hc_mult", bounds=(1, _MOST_LAYERS)),
+        (sparse, heavy),
+        # Without files, as published ones.
+        not any(name.endswith("embed_tokens.weight") for name in names),
+    )
+
+
+def _types_by_rates(read: Section, layers: int) -> tuple[str, ...]:
+    """`DeepseekV4Config`: older keys say it by the rate of each layer."""
+    types, rates = read.texts("layer_types"), read.integers("compress_ratios", bounds=(0, 128))
+    if not types and rates:
+        of_rate = {0: "sliding_attention", 4: _RATES[0], 128: _RATES[1]}
+        if not of_rate.keys() >= set(rates):
+            read.raise_error("compress_ratios", f"each one of {[*of_rate]}", rates)
+        types = tuple(of_rate[rate] for rate in rates)
+    if not types:
+        later = (_RATES[i % 2 == 0] for i in range(layers - 2))
+        types = (_RATES[1], _RATES[1], *later)
+    if len(types) < layers:
+        key = "layer_types" if read.get("layer_types") else "compress_ratios"
+        read.raise_error(key, f"one for each of {layers:,} layers", types)
+    return types[:layers]
+
+
+def _hashed(read: Section, layers: int) -> frozenset[int]:
+    """The layers whose router is a table of tokens."""
+    types = read.texts("mlp_layer_types")
+    if not types:
+        return frozenset(range(read.integer("num_hash_layers", bounds=(0, _MOST_LAYERS))))
+    if len(types) < layers or not {"hash_moe", "moe"}.issuperset(types):
+        expected = f"hash_moe or moe for each of {layers:,} layers"
+        read.raise_error("mlp_layer_types", expected, types)
+    return frozenset(i for i, kind in enumerate(types[:layers]) if kind == "hash_moe")
 
 
 def _types_by_rotation(read: Section, layers: int) -> tuple[str, ...]:
@@ -323,6 +395,7 @@ def _kinds(
     reusing = 0
     if architecture.reuses_keys:
         reusing = read.integer("num_kv_shared_layers", bounds=(0, layers - 1))
+    hashed = _hashed(read, layers) if architecture.compressed else ()
     return tuple(
         LayerKind(
             sparse=i not in dense,
@@ -330,6 +403,7 @@ def _kinds(
             if architecture.attention_types
             else "",
             reuses=i >= layers - reusing,
+            hashed=i in hashed,
         )
         for i in range(layers)
     )

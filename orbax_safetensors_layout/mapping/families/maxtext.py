@@ -17,7 +17,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import short_repr
 
-from .dims import Dims, LayerKind, LinearAttention
+from .dims import Compressed, Dims, LayerKind, LinearAttention
 from .steps import (
     EMBEDDING,
     LINEAR,
@@ -30,11 +30,12 @@ from .steps import (
     Tree,
     renamed,
 )
-from .tensors import fused_experts, layer_tensors, stacked_experts
+from .tensors import fused_experts, heads, hyper_head, layer_tensors, stacked_experts
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "mixtral"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gpt_oss", "olmo3", "qwen3_next"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gpt_oss", "olmo3"),
+    "qwen3_next",
     *("qwen3_5_moe", "gemma4", "llama4", "qwen3_vl", "qwen3_vl_moe"),
 )
 _NAMES = (
@@ -85,7 +86,23 @@ _DEEPSEEK_NAMES = (
     (r"mlp\.shared_experts", "DeepSeekMoeBlock_0.shared_experts"),
     ("e_score_correction_bias", "bias"),
 )
-
+_DEEPSEEK_V4_NAMES = (
+    *_NAMES,
+    ("^attn_norm", "pre_self_attention_layer_norm"),
+    ("^ffn_norm", "post_self_attention_layer_norm"),
+    (r"^attn\.", "self_attention."),
+    (r"^ffn\.shared_experts", "mlp.shared_experts"),
+    (r"^ffn\.", "mlp.MoeBlock_0."),
+    (r"gate\.tid2eid", "tid2eid"),
+    ("attn_sink", "sinks"),
+    (r"indexer\.compressor", "compressor.indexer"),
+    (r"attention\.indexer\.wq_b", "attention.compressor.indexer.q_proj"),
+    (r"attention\.indexer", "attention.compressor.indexer"),
+    (r"\bnorm\.scale", "kv_norm.scale"),
+    (r"\bape\b", "position_bias"),
+    (r"\bw(o_a|o_b|gate)\b", r"\1_proj"),
+    (r"compressor(.*)\.wkv\b", r"compressor\1.kv_proj"),
+)
 _GEMMA4_EXPERT_NAMES = (
     (r"^mlp\.", "mlp.moe_block.shared_experts."),
     (r"^experts\.\{e\}\.(\w+)\.weight", r"mlp.moe_block.MoeBlock_0.\1"),
@@ -116,6 +133,7 @@ _ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _GEMMA4_CYCLE = 6  # `attention_pattern_length` of `GEMMA4_MAXTEXT_TO_HF_PARAM_MAPPING`
 _GEMMA4_SMALL_CYCLES = (5, 6)  # of E2B and E4B: `get_attention_pattern` (`gemma4_small.py`)
 _GEMMA3_CYCLE = 6  # layers that are scanned together: `GEMMA3_ATTENTION_PATTERN` (`gemma3.py`)
+_DEEPSEEK4_RATES = (4, 128)  # of `DeepSeek4ScannableBlock` (`deepseek4.py`), the latter first
 _OLMO3_CYCLE = 4  # `OLMO3_ATTENTION_PATTERN` (`olmo3.py`)
 _LLAMA4_CYCLE = 4  # the same key of `configs/models/llama4-*.yml`
 _GPT_OSS_CYCLE = 2  # `inhomogeneous_layer_cycle_interval` of `configs/models/gpt-oss-*.yml`
@@ -145,6 +163,8 @@ def tree(dims: Dims) -> Tree:
         factor = float(ml_dtypes.bfloat16(root) if dims.family == "gemma3" else np.float32(root))
         embedding = dataclasses.replace(EMBEDDING, factor=factor)
         norm = VECTOR if dims.family == "gemma4" else _gemma_norm(VECTOR)
+    if dims.compressed is not None:
+        return _deepseek4(dims, dims.compressed)
     small = dims.family == "gemma4" and _is_small(dims)
     return Tree(
         "token_embedder.embedding",
@@ -454,3 +474,78 @@ def _deepseek(dims: Dims) -> tuple[LayerGroup, ...]:
         LayerGroup("decoder.dense_layers.", "decoder.dense_layers_{n}.", dims.dense, dense),
         LayerGroup("decoder.moe_layers.", "decoder.moe_layers_{n}.", dims.sparse, sparse, first=0),
     )
+
+
+def _deepseek4(dims: Dims, own: Compressed) -> Tree:
+    """Layers whose experts a table chooses, then pairs of heavy and sparse attention."""
+    if own.rates != _DEEPSEEK4_RATES:
+        what = "MaxText's deepseek4 compresses other numbers of tokens to one"
+        expected = f"compress_rates {list(_DEEPSEEK4_RATES)} of sparse and heavy attention"
+        raise MappingError(what, expected=expected, found=short_repr([*own.rates]))
+    hashed = sum(kind.hashed for kind in dims.kinds)
+    if any(kind.hashed for kind in dims.kinds[hashed:]):
+        what = "the layers with a table of experts are not MaxText's, which are the first"
+        tables = short_repr([i for i, kind in enumerate(dims.kinds) if kind.hashed])
+        raise MappingError(what, expected=f"layers 0 to {hashed - 1}", found=tables)
+    types = [kind.attention for kind in dims.kinds[hashed:]]
+    leaves = {kind: _deepseek4_layer(dims, own, kind) for kind in dict.fromkeys(dims.kinds)}
+    name = "decoder.layers_{}."
+    scans = types == ["heavily_compressed", "compressed_sparse"] * (len(types) // 2)
+    single = range(hashed if scans else dims.layers)
+    groups = [
+        LayerGroup(name.format(i), name.format(i), (i,), leaves[dims.kinds[i]], scans=False)
+        for i in single
+    ]
+    for i in range(2 if scans and types else 0):
+        layers = tuple(range(hashed + i, dims.layers, 2))
+        group = LayerGroup(
+            f"decoder.scanned_blocks.layers_{i}.",
+            "decoder.layers_{n}.",
+            layers,
+            leaves[dims.kinds[layers[0]]],
+        )
+        groups.append(group)
+    return Tree(
+        "token_embedder.embedding",
+        "decoder.logits_dense.kernel",
+        "decoder.decoder_norm.scale",
+        tuple(groups),
+        others=hyper_head(dims, "decoder."),
+        scans=scans,
+    )
+
+
+def _deepseek4_layer(dims: Dims, own: Compressed, kind: LayerKind) -> tuple[FamilyLeaf, ...]:
+    """`DEEPSEEK_V4_MAXTEXT_TO_HF_PARAM_HOOK_FN`: it parts the tensors of hyper connections."""
+    steps = layer_tensors(dims, kind)
+    steps["attn.wkv.weight"] = heads(1, dims.head_dim)
+    if "attn.indexer.wq_b.weight" in steps:
+        steps["attn.indexer.wq_b.weight"] = LINEAR
+    if kind.hashed:  # `Tid2EidVar` of `layers/moe.py` holds them as float32
+        table = dataclasses.replace(steps["ffn.gate.tid2eid"], as_float=True)
+        steps["ffn.gate.tid2eid"] = table
+    steps = {tensor: step for tensor, step in steps.items() if not tensor.startswith("hc_")}
+    compressor = "csa_compressor" if kind.attention == "compressed_sparse" else "hca_compressor"
+    variables = {"gate.bias": "MoEBiasVar", "tid2eid": "Tid2EidVar"}
+    leaves = []
+    for leaf in renamed(steps, _DEEPSEEK_V4_NAMES):
+        target = leaf.target.replace(".compressor", f".{compressor}")
+        variable = next((v for end, v in variables.items() if target.endswith(end)), "")
+        leaves.append(dataclasses.replace(leaf, target=target, variable=variable))
+    n = own.streams
+    for module, tensor in (("mhc_attention", "hc_attn"), ("mhc_mlp", "hc_ffn")):
+        rows = {"pre": (0, n), "post": (n, 2 * n), "res": (2 * n, (2 + n) * n)}
+        for i, (part, span) in enumerate(rows.items()):
+            before = f"{module}.{part}_"
+            bias = TensorStep("(a b) -> a b", (("a", n),)) if part == "res" else VECTOR
+            for name, source, step, cut in (
+                ("alpha", "fn", ROUTER, span),
+                ("beta", "base", bias, span),
+                ("alpha_scale", "scale", VECTOR, (i, i + 1)),
+            ):
+                step = dataclasses.replace(step, rows=cut)
+                leaves.append(FamilyLeaf(f"{before}{name}", f"{tensor}_{source}", step))
+        # `mhc_dummy_norm`: the norm has no weights in the checkpoint.
+        ones = FamilyLeaf(f"{module}.mhc_norm.scale", (), VECTOR, ones=n * dims.hidden)
+        leaves.append(ones)
+    return tuple(leaves)

@@ -26,6 +26,25 @@ _NAMES = (
 )
 
 
+_DEEPSEEK_V4_NAMES = (
+    ("^attn_norm", "input_layernorm"),
+    ("^ffn_norm", "post_attention_layernorm"),
+    ("^hc_(attn|ffn)_", r"\1_hc."),
+    (r"^attn\.", "self_attn."),
+    (r"^ffn\.", "mlp."),
+    ("attn_sink", "sinks"),
+    ("q_norm", "q_a_norm"),
+    (r"indexer\.compressor", "compressor.indexer"),
+    (r"attn\.indexer\.weights_proj", "attn.compressor.indexer.scorer.weights_proj"),
+    (r"attn\.indexer", "attn.compressor.indexer"),
+    (r"\bnorm\.weight", "kv_norm.weight"),
+    (r"\bape\b", "position_bias"),
+    (r"\bw(q_a|q_b|kv|o_a|o_b)\b", r"\1_proj"),
+    (r"\bwgate\b", "gate_proj"),
+    (r"gate\.bias", "gate.e_score_correction_bias"),
+)
+
+
 def tree(dims: Dims) -> Tree:
     """Return the leaves of a model; layers of one kind are a group."""
     kinds: dict[LayerKind, list[int]] = {}
@@ -51,12 +70,14 @@ def _prefix(dims: Dims, kind: LayerKind) -> str:
     return (
         ("kv_shared_" if kind.reuses else "")
         + (("moe_" if kind.sparse else "dense_") if mixed else "")
+        + ("hash_" if kind.hashed else "")
         + (f"{kind.attention}_" if kind.attention else "")
     )
 
 
 def _leaves(dims: Dims, kind: LayerKind) -> tuple[FamilyLeaf, ...]:
-    leaves = renamed(layer_tensors(dims, kind), _NAMES)
+    names = (*(_DEEPSEEK_V4_NAMES if dims.compressed is not None else ()), *_NAMES)
+    leaves = renamed(layer_tensors(dims, kind), names)
     leaves += fused_projections(dims)
     if kind.sparse and dims.family == "gpt_oss":
         names = ("gate_proj", "up_proj", "down_proj")

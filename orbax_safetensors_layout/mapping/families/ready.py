@@ -266,7 +266,7 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
 
 def _has_head(dims: Dims, names: Sequence[str], prefix: str) -> bool:
     """Whether an untied model has an output kernel; refuses files that lack one it must have."""
-    head = head_name(prefix)
+    head = head_name(prefix, dims.architecture.head)
     if dims.headless or prefix + dims.architecture.embedding not in names:
         return head in names or not dims.headless
     if head not in names:

@@ -23,6 +23,7 @@ class TensorStep:
     split: str = "(n r) c -> n r c"  # that is split so
     factor: float | None = None  # values are multiplied by it, in float32,
     term: float | None = None  # and it is added
+    as_float: bool = False  # whether values are integers below 2^24 that become float32
 
     @property
     def rank(self) -> int:
@@ -41,6 +42,8 @@ class TensorStep:
         left, _, right = self.pattern.partition("->")
         if self.sizes or left.split() != right.split():
             source = source.rearrange(self.pattern, **dict(self.sizes))
+        if self.as_float:
+            return source.cast("float32", lossy_inverse=True)
         if self.factor is None and self.term is None:
             return source
         source = source.cast("float32")
@@ -76,6 +79,7 @@ class FamilyLeaf:
     step: TensorStep
     variable: str = ""  # a Flax collection: the leaf is not a parameter; stacked along axis 0
     joined: JoinedKernel | None = None  # what it is made of, in place of the source
+    ones: int = 0  # length of a vector of ones, which no tensor holds, in place of the source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from .architectures import CONVOLVED, GATED, MIXED
-from .dims import Dims, Latent, LayerKind, LinearAttention, StateSpace
-from .steps import LINEAR, ROUTER, VECTOR, FamilyLeaf, TensorStep
+from .dims import Compressed, Dims, Latent, LayerKind, LinearAttention, StateSpace
+from .steps import EMBEDDING, LINEAR, ROUTER, VECTOR, FamilyLeaf, TensorStep
 
 _ALTERNATING = {
     "altup.correct_output_scale": VECTOR,
@@ -21,14 +21,14 @@ _ALTERNATING = {
 _OUT_OF_HEADS = "e (h d) -> h d e"
 
 
-def head_name(prefix: str) -> str:
+def head_name(prefix: str, head: str = "lm_head.weight") -> str:
     """Return the name of the output kernel's tensor, for the prefix of the others.
 
     >>> head_name("backbone."), head_name("model."), head_name("language_model.model.")
     ('lm_head.weight', 'lm_head.weight', 'language_model.lm_head.weight')
     """
     is_outer = prefix.startswith(("model.", "backbone."))
-    return ("" if is_outer else prefix.removesuffix("model.")) + "lm_head.weight"
+    return ("" if is_outer else prefix.removesuffix("model.")) + head
 
 
 def heads(h: int, d: int, pattern: str = "(h d) e -> e h d") -> TensorStep:
@@ -43,6 +43,8 @@ def layer_tensors(dims: Dims, kind: LayerKind) -> dict[str, TensorStep]:
     """
     norms, parts = dims.architecture.norms, ("weight", "bias")[: 1 + dims.architecture.norm_biases]
     steps = {f"{norm}.{part}": VECTOR for norm in norms for part in parts}
+    if dims.compressed is not None:
+        return steps | _compressed(dims, dims.compressed, kind)
     if dims.layer_input:
         steps |= {f"per_layer_{name}.weight": LINEAR for name in ("input_gate", "projection")}
         steps["post_per_layer_input_norm.weight"] = VECTOR
@@ -159,6 +161,53 @@ def _latent(dims: Dims, latent: Latent) -> dict[str, TensorStep]:
     return steps | {queries: heads(dims.heads, latent.query_dim)}
 
 
+def _compressed(dims: Dims, own: Compressed, kind: LayerKind) -> dict[str, TensorStep]:
+    """A layer of `DeepseekV4Model`, by the names that files have."""
+    outputs = TensorStep("(g r) i -> g i r", (("g", own.groups),), projection=True)
+    attention = {
+        "q_norm.weight": VECTOR,
+        "wq_a.weight": LINEAR,
+        "wq_b.weight": heads(dims.heads, dims.head_dim),
+        "wkv.weight": LINEAR,
+        "kv_norm.weight" if own.published else "norm.weight": VECTOR,
+        "attn_sink": VECTOR,
+        "wo_a.weight": outputs,
+        "wo_b.weight": LINEAR,
+    }
+    compressor = {"wgate.weight": ROUTER, "wkv.weight": ROUTER, "norm.weight": VECTOR}
+    compressor["ape"] = EMBEDDING
+    if kind.attention != "sliding":
+        attention |= {f"compressor.{name}": step for name, step in compressor.items()}
+    if kind.attention == "compressed_sparse":
+        attention |= {f"indexer.compressor.{name}": step for name, step in compressor.items()}
+        attention["indexer.weights_proj.weight"] = ROUTER
+        attention["indexer.wq_b.weight"] = heads(own.index_heads, own.index_dim)
+    experts = {"gate.weight": ROUTER}
+    experts["gate.tid2eid" if kind.hashed else "gate.bias"] = EMBEDDING if kind.hashed else VECTOR
+    for name in ("w1", "w3", "w2"):
+        experts |= {
+            f"{module}.{name}.weight": LINEAR for module in ("shared_experts", "experts.{e}")
+        }
+    connections = {"fn": ROUTER, "base": VECTOR, "scale": VECTOR}
+    return {
+        **{f"hc_{on}_{part}": step for on in ("attn", "ffn") for part, step in connections.items()},
+        **{f"attn.{name}": step for name, step in attention.items()},
+        **{f"ffn.{name}": step for name, step in experts.items()},
+    }
+
+
+def hyper_head(dims: Dims, before: str = "") -> tuple[FamilyLeaf, ...]:
+    """Return the leaves of what makes one of DeepSeek-V4's streams of the hidden state."""
+    if dims.compressed is None:
+        return ()
+    source = "hc_head_" if dims.compressed.published else "hc_head.hc_"
+    steps = {"fn": ROUTER, "base": VECTOR, "scale": VECTOR}
+    return tuple(
+        FamilyLeaf(f"{before}hc_head.hc_{part}", source + part, step)
+        for part, step in steps.items()
+    )
+
+
 def _mlp(dims: Dims, module: str) -> dict[str, TensorStep]:
     names = dims.architecture.mlp
     if dims.architecture.fused:
@@ -262,7 +311,7 @@ def stacked_experts(dims: Dims) -> tuple[FamilyLeaf, ...]:
 
 def other_leaves(dims: Dims) -> tuple[FamilyLeaf, ...]:
     """Return the plain leaves that belong to no layer, but embedding, last norm and head."""
-    leaves = []
+    leaves = [*hyper_head(dims)]
     if dims.architecture.norm_biases:
         leaves.append(FamilyLeaf("norm.bias", "norm.bias", VECTOR))
     if dims.layer_input:
