@@ -29,6 +29,7 @@ from family_models import (
     make,
     named_as_published,
     read_one,
+    text_config_of,
     unused_keys_and_values,
 )
 from family_references import REFERENCES, maxtext
@@ -442,6 +443,27 @@ def test_published_names_of_deepseek_v4(saved, tmp_path, target, scan):
     save_file(named_as_published({n: read_one(whole, n) for n in tensors}),
               tmp_path / "model.safetensors")  # fmt: skip
     check(families.mapping(tmp_path, target=target, scan=scan), tmp_path, published, expected)
+
+
+def test_the_thinker_of_an_omni_model(saved):
+    """What is beside the language model is ignored; a save of it alone would lose that."""
+    _, config, tensors, _ = saved["qwen3_omni_moe"]
+    whole = {f"thinker.{name}": array for name, array in tensors.items()}
+    others = ("thinker.visual.pos_embed.weight", "thinker.audio_tower.conv_out.weight",
+              "talker.model.layers.0.mlp.experts.0.gate_proj.weight",
+              "talker.model.codec_embedding.weight", "code2wav.decoder.0.conv.bias")  # fmt: skip
+    more = dict.fromkeys(others, np.zeros((2, 2), np.float32))
+    outer = {"model_type": "qwen3_omni_moe", "talker_config": {}, "code2wav_config": {}}
+    outer["thinker_config"] = {"model_type": "qwen3_omni_moe_thinker", "text_config": config}
+    for target, scan in (("plain", True), ("maxtext", False)):
+        expected = REFERENCES[target]("qwen3_omni_moe", config, tensors, scan)
+        mapping = families.mapping(outer, target=target, scan=scan)
+        check(mapping, specs_of(whole | more), whole | more, expected)
+        check_inverse(mapping.like(specs_of(whole)), specs_of(whole), whole, expected)
+    with pytest.raises(MappingError, match=r"model_type is 'qwen3_omni_moe_text'.*say so"):
+        families.qwen3_moe(outer)
+    with pytest.raises(MappingError, match="lacks 'num_hidden_layers'"):
+        families.mapping(outer | {"thinker_config": None})
 
 
 def test_layers_of_deepseek_v4_by_older_keys(saved):
@@ -939,8 +961,9 @@ def test_scalars_of_numpy_are_options(saved):
 def test_keys_that_transformers_does_not_read(saved, name):
     """Another family's keys change nothing; the classes of transformers say whose they are."""
     config = saved[name].config
-    text = "Text" * (name == "gemma3" or "_vl" in name)
-    own = getattr(transformers, f"{MODELS[name][0]}{text}Config")()
+    kind = MODELS[name][0]
+    text = name == "gemma3" or "_vl" in name or "_omni" in name
+    own = (text_config_of(kind) if text else getattr(transformers, f"{kind}Config"))()
     foreign = {
         key: value
         for key, value in {

@@ -149,6 +149,7 @@ def specs_of_tree(tree, before=""):
 # Architectures whose tensors have the same names: the one is the other by another name.
 SAME_NAMES = (
     *({"llama", "mistral"}, {"llama", "granite"}, {"mistral", "granite"}),
+    {"qwen3_moe", "qwen3_omni_moe"},
     *({"olmo2", "olmo3"}, {"qwen2", "qwen2_vl"}, {"qwen3", "qwen3_vl"}),
     *({"gemma", "llama"}, {"gemma", "mistral"}, {"gemma", "granite"}),
 )

@@ -42,7 +42,15 @@ NOT_IN_MAXTEXT = (
 UNSCANNED_IN_MAXTEXT = ("gemma4_e2b", "gemma4_unshared")  # as E2B and E4B
 NOT_IN_TUNIX = (
     *("llama_biased", "qwen3_moe_mixed", "mistral", "mixtral", "qwen3_next", "qwen3_next_mixed"),
-    *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "llama4", "llama4_scout", "llama4_blocks"),
+    *(
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_omni_moe",
+        "llama4",
+        "llama4_scout",
+        "llama4_blocks",
+    ),
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
     *("gpt_oss", "olmo3", "gemma4", "gemma4_e2b"),
 )

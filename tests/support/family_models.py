@@ -94,6 +94,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, "rope_parameters": PARTED_ROPE, "head_dim": 8, "num_experts": 4}
         | {"tie_word_embeddings": False},
     ),
+    "qwen3_omni_moe": (
+        "Qwen3OmniMoe",
+        {**MOE, "rope_parameters": PARTED_ROPE, "head_dim": 8, "num_experts": 4},
+    ),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
@@ -226,6 +230,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_AUDIO_SIZES = {
+    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+    "output_dim": 32, "downsample_hidden_size": 8, "num_mel_bins": 16,
+}  # fmt: skip
+
+
 class Saved(NamedTuple):
     """A saved model: its folder, its configuration, and its tensors as they are in the files."""
 
@@ -241,13 +251,20 @@ def make(name: str, folder, dtype: str = "bfloat16", **more: Any) -> Saved:
     import transformers
 
     kind, changes = MODELS[name]
-    text = "Text" if hasattr(transformers, f"{kind}TextConfig") else ""
-    config = getattr(transformers, f"{kind}{text}Config")(
+    make_config = text_config_of(kind)
+    config = make_config(
         **DIMS | {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0} | changes | more
     )
     torch.manual_seed(0)
     if causal := getattr(transformers, f"{kind}ForCausalLM", None):
         model = causal(config)
+    elif kind == "Qwen3OmniMoe":
+        outer = transformers.Qwen3OmniMoeThinkerConfig(
+            text_config=config.to_dict(),
+            vision_config=VISION_SIZES["qwen3_vl"],
+            audio_config=_AUDIO_SIZES,
+        )
+        model = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(outer)
     else:
         outer = getattr(transformers, f"{kind}Config")(
             text_config=config.to_dict(), vision_config=VISION_SIZES[name]
@@ -267,10 +284,29 @@ def make(name: str, folder, dtype: str = "bfloat16", **more: Any) -> Saved:
     return Saved(folder, json.loads((folder / "config.json").read_text()), read(folder), model)
 
 
+def text_config_of(kind):
+    """The class of a language model's configuration."""
+    import transformers
+
+    if kind == "Qwen3OmniMoe":
+        return type(transformers.Qwen3OmniMoeThinkerConfig().text_config)
+    text = "Text" if hasattr(transformers, f"{kind}TextConfig") else ""
+    return getattr(transformers, f"{kind}{text}Config")
+
+
 def _save_language_model(model, folder):
     """The language model of one with vision, as if it were one by itself."""
     from huggingface_hub import save_torch_state_dict
+    from safetensors.torch import load_file
 
+    if hasattr(model.config, "audio_config"):  # whose experts transformers parts when it saves
+        model.save_pretrained(folder)
+        (file,) = folder.glob("*.safetensors")
+        state = {n: t for n, t in load_file(file).items() if n.startswith(("model.", "lm_head."))}
+        file.unlink()
+        save_torch_state_dict(state, folder, max_shard_size="40KB", filename_pattern=PATTERN)
+        model.config.text_config.save_pretrained(folder)
+        return
     state = {f"model.{n}": t for n, t in model.model.language_model.state_dict().items()}
     state["lm_head.weight"] = model.lm_head.weight.detach()
     save_torch_state_dict(state, folder, max_shard_size="40KB", filename_pattern=PATTERN)

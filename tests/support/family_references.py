@@ -466,7 +466,7 @@ def maxtext_layer(family, x, rope="default"):
         parts = [*np.split(x("mlp.experts.gate_up_proj"), 2, axis=1), x("mlp.experts.down_proj")]
         for k, part in zip(mlp, parts, strict=True):
             leaves[f"moe_block.{k}"] = part.transpose(0, 2, 1)
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen3_omni_moe"):
         leaves["moe_block.gate.kernel"] = x.linear("mlp.gate")
         for k, v in mlp.items():
             leaves[f"moe_block.{k}"] = x.experts(

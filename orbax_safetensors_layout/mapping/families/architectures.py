@@ -150,6 +150,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         vision=("*visual.*",),
         prefix="model.language_model.",
     ),
+    "qwen3_omni_moe": Architecture(
+        defaults={"num_key_value_heads": 4, "num_experts": 128, **_SPARSE_STEP},
+        head_norms="share",
+        vision=("*visual.*", "*audio_tower.*", "talker.*", "code2wav.*"),
+        prefix="thinker.model.",
+    ),
     "gemma": Architecture(defaults=_TIED | {"head_dim": 256}),
     "gemma2": Architecture(
         defaults=_TIED | {"head_dim": 256, "query_pre_attn_scalar": 256}, norms=_GEMMA_NORMS

@@ -36,7 +36,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "mixtral"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gpt_oss", "olmo3"),
     "qwen3_next",
-    *("qwen3_5_moe", "gemma4", "llama4", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen3_5_moe", "gemma4", "llama4", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"),
 )
 _NAMES = (
     (r"experts\.\{e\}\.(\w+)\.weight", r"\1"),

@@ -62,6 +62,8 @@ _FAMILY_OF = {family: family for family in FAMILIES} | {
     "qwen2_vl_text": "qwen2_vl",
     "qwen3_vl_text": "qwen3_vl",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
+    "qwen3_omni_moe_text": "qwen3_omni_moe",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
@@ -159,6 +161,7 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
     if family not in side.families:
         expected = f"one of {', '.join(side.families)}"
         raise MappingError(f"no ready mapping from {family} to {target}", expected=expected)
+    parsed = _language_part(parsed)
     _check_type(family, parsed, options.get("model_type"))
     names = stored_names(config)
     dims = dims_of(family, parsed, names, functools.partial(stored_shape, config))
@@ -170,6 +173,14 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
             raise MappingError(f"scan=True: {target} has no such {family} with stacked layers")
         builder = dataclasses.replace(builder, scan=False)
     return builder.build(tree)
+
+
+def _language_part(config: Dict[str, Any]) -> Dict[str, Any]:
+    """The configuration of the thinker of a Qwen 3 Omni, any other as it is."""
+    thinker = config.get("thinker_config")
+    if not isinstance(thinker, Dict):
+        return config
+    return {**thinker, "quantization_config": config.get("quantization_config")}
 
 
 def _check_options(options: Dict[str, Any]) -> None:
