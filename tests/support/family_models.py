@@ -96,7 +96,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_omni_moe": (
         "Qwen3OmniMoe",
-        {**MOE, "rope_parameters": PARTED_ROPE, "head_dim": 8, "num_experts": 4},
+        {**MOE, "rope_parameters": PARTED_ROPE, "head_dim": 8, "num_experts": 5},
     ),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": (
