@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.errors import explained
-from orbax_safetensors_layout.geometry import Box, packed_box, unpack_box
+from orbax_safetensors_layout.geometry import Box, copy_elements, packed_box, unpack_box
 from orbax_safetensors_layout.plan import (
     ByteRegion,
     ComposedArray,
@@ -300,7 +300,7 @@ class PlanReader:
         if leaf.is_computed or leaf.dtype != dtype.numpy:
             self._convert(number, values, out)
         else:
-            out[...] = values
+            copy_elements(out, values)
         for fill in leaf.fills:
             fill.put(box, out, fill.value)
 

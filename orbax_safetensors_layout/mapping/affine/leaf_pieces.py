@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.geometry import AffineView, Box, Gather
+from orbax_safetensors_layout.geometry import AffineView, Box, Gather, copy_elements
 
 from ..expr.values import ValueOp, apply_ops
 from .window import put
@@ -134,13 +134,13 @@ def assemble_box(
             if piece.ops and values.flags.c_contiguous:
                 apply_ops(values, piece.ops, target)
             else:  # transposed values are computed in their own order, and then moved
-                target[...] = apply_ops(values, piece.ops)
+                copy_elements(target, apply_ops(values, piece.ops))
         else:
             inputs = [
                 assemble_box(expr.pull_back(part, factored=True), part, expr.dtype, read)
                 for expr, part in piece.inputs
             ]
-            target[...] = piece.fn(inputs)
+            copy_elements(target, piece.fn(inputs))
     return out
 
 
