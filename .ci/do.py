@@ -202,9 +202,10 @@ def prepare(task: Task) -> Path:
         pip(environment, "install", "--no-deps", *groups["models"])
     if extra and extra == task.torch_extra:
         pip(environment, "install", "--no-deps", *groups["tunix"])
-        # It is built from source, for one test.
-        if run(*pip_command(environment, "install"), "--no-deps", *groups["awq"]):
-            print(f"pip cannot install {groups['awq'][0]}: its test will be skipped", flush=True)
+        # Some are built from source, or for few platforms; each is for one test.
+        for packer in groups["packers"]:
+            if run(*pip_command(environment, "install"), "--no-deps", packer):
+                print(f"pip cannot install {packer}: its test will be skipped", flush=True)
     stamp.write_text(fingerprint(task))
     return python_in(environment)
 

@@ -1,13 +1,12 @@
 """A small model that autoawq packs: decoded weights, and logits, are those of its own modules."""
 
-import importlib.util
+import importlib
 import json
-import sys
-import types
 import warnings
 
 import numpy as np
 import pytest
+from packers import bare_packages
 
 import orbax_safetensors_layout as osl
 
@@ -28,21 +27,10 @@ SIZES = {
 @pytest.fixture(scope="module")
 def awq():
     """Its linear module and its decoder; the package itself imports models of old transformers."""
-    found = importlib.util.find_spec("awq")
-    if found is None:
-        pytest.skip("autoawq is not installed")
-    for name in ("awq", "awq.modules", "awq.modules.linear"):
-        package = types.ModuleType(name)
-        parts = name.split(".")[1:]
-        package.__path__ = ["/".join([*found.submodule_search_locations, *parts])]
-        sys.modules[name] = package
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with bare_packages("awq", {"modules": {}, "modules.linear": {}}):
         gemm = importlib.import_module("awq.modules.linear.gemm")
         packing = importlib.import_module("awq.utils.packing_utils")
-    yield gemm.WQLinear_GEMM, packing.dequantize_gemm
-    for name in [name for name in sys.modules if name.partition(".")[0] == "awq"]:
-        del sys.modules[name]
+        yield gemm.WQLinear_GEMM, packing.dequantize_gemm
 
 
 def quantize(module, linear):
