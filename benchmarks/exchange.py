@@ -7,8 +7,9 @@
 Each case is loaded from local files (page-cached), and from a server with a latency and a bandwidth
 for each stream ("far"). All processes share this machine, and a load counts as long as its slowest
 process. Programs of XLA are compiled anew for each load, as in a program that loads once. The
-choices take turns; what is compared is the lower quartile of each, since a machine's other work and
-the memory that it has to get back only add time. At the end come the number of cases and the worst;
+choices take turns in every order, since what comes after "read_once" finds less memory that the
+machine still holds. What is compared is the lower quartile of each: a machine's other work, and the
+memory that it has to get back, only add time. At the end come the number of cases and the worst;
 above 1.05 of the better fixed choice, or with fewer than 20 cases unless `--only` leaves some out,
 it exits with 1.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import socket
 import statistics
@@ -120,9 +122,8 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[f
         try:
             for processes in options.processes:
                 turns = []
-                for turn in range(options.repeat):  # each choice comes first and last as often
-                    first = turn % len(options.choices)
-                    choices = options.choices[first:] + options.choices[:first]
+                orders = itertools.cycle(itertools.permutations(options.choices))
+                for choices in itertools.islice(orders, options.repeat):
                     for case in cases:
                         name = "tiny" if case == "tiny" else "layers"
                         path = f"{where}/{name}-{megabytes:g}"
