@@ -19,7 +19,7 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.mapping import read_config
-from orbax_safetensors_layout.options import MIB
+from orbax_safetensors_layout.options import MIB, ReadOptions
 from orbax_safetensors_layout.storage import (
     Storage,
     join,
@@ -50,8 +50,9 @@ class AdapterFiles:
         digest: Equal for equal versions, in every process, wherever they are.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        with opened(path) as (storage, folder):
+    def __init__(self, path: str | os.PathLike[str], options: ReadOptions) -> None:
+        self._options = options
+        with opened(path, options) as (storage, folder):
             self.path = folder if storage.kind == "local" else os.fspath(path)
             self.file = join(folder, WEIGHTS_FILE)
             self.config = read_config(join(folder, CONFIG_FILE), storage=storage)
@@ -91,7 +92,7 @@ class AdapterFiles:
         """Return a tensor, and keep those that are read with it, in one opening."""
         entries = self._together[name]
         stored = {entry.name: np.empty(entry.nbytes, np.uint8) for entry in entries}
-        with opened(self.path) as (storage, _):
+        with opened(self.path, self._options) as (storage, _):
             content, written = self._seen(storage)
             self.check(f"{content}, of {written}", f"{self._content}, of {self._written}")
             buffers = [part.data for part in stored.values() if part.size]
@@ -139,9 +140,9 @@ def _parts(entries: dict[str, TensorEntry]) -> dict[str, list[TensorEntry]]:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[tuple[Storage, str]]:
+def opened(path: str | os.PathLike[str], options: ReadOptions) -> Iterator[tuple[Storage, str]]:
     """Opens the storage of an adapter; says of a file that is not there where adapters are."""
-    storage, folder = open_storage(path)
+    storage, folder = open_storage(path, retries=options.retries, cache=options.cache_folder)
     with storage:
         try:
             yield storage, folder

@@ -27,14 +27,14 @@ from .adapter_files import CONFIG_FILE, STEM, WEIGHTS_FILE, opened
 from .peft_folder import PREFIX, PeftFolder
 
 
-def config(path: PathLike) -> dict[str, Any]:
-    """Return an adapter's `adapter_config.json`.
+def config(path: PathLike, *, options: ReadOptions | None = None) -> dict[str, Any]:
+    """Return an adapter's `adapter_config.json`; `options` say how to read.
 
     Raises:
         CheckpointNotFoundError: There is none.
         FormatError: It is malformed.
     """
-    with opened(path) as (storage, folder):
+    with opened(path, given_or_default(options, ReadOptions)) as (storage, folder):
         return read_config(join(folder, CONFIG_FILE), storage=storage)
 
 
@@ -53,7 +53,7 @@ def load(path: PathLike, abstract: Any = None, *, options: ReadOptions | None = 
         SafetensorsLayoutError: As from `osl.load`.
     """
     file = join(os.fspath(path), WEIGHTS_FILE)
-    with opened(path) as (storage, folder):
+    with opened(path, given_or_default(options, ReadOptions)) as (storage, folder):
         names = Catalog.open(join(folder, WEIGHTS_FILE), storage=storage).names
     rules = [rule(name.removeprefix(PREFIX), tensor(name)) for name in names]
     return _load(file, abstract, mapping=Mapping(rules, strict=False), options=options)
@@ -99,6 +99,7 @@ def merge(
     base: PathLike | None = None,
     rename: Callable[[str], str] | None = None,
     transposed: Iterable[str] | None = None,
+    options: ReadOptions | None = None,
 ) -> Mapping:
     """Return a mapping whose weights have an adapter added: `W + (alpha / r) B A`.
 
@@ -116,6 +117,7 @@ def merge(
         rename: Gives the base's name of a tensor for the adapter's, where they differ.
         transposed: Patterns of modules whose square weights are [in, out], `()` if none are; shapes
             tell of others. None refuses square experts.
+        options: How to read the adapter: its retries, and its cache.
 
     Raises:
         CheckpointNotFoundError: There is no adapter, or no base.
@@ -123,14 +125,16 @@ def merge(
         MappingError: The adapter has tensors that no rule's tensors belong to, is of another method
             than LoRA, or does not fit (when the mapping is used).
     """
-    folder = PeftFolder(adapter, rename, None if transposed is None else tuple(transposed))
+    options = given_or_default(options, ReadOptions)
+    patterns = None if transposed is None else tuple(transposed)
+    folder = PeftFolder(adapter, rename, patterns, options)
     if mapping is None:
         if base is None:
             raise MappingError(
                 "merge needs the base's folder, or a mapping of its tensors",
                 expected="merge(None, adapter, base=FOLDER), or merge(mapping, adapter)",
             )
-        with Catalog.open(base) as catalog:
+        with Catalog.open(base, retries=options.retries, cache=options.cache_folder) as catalog:
             names = dict.fromkeys([*catalog.names, *filter(folder.replaces, folder.names)])
         mapping = Mapping([rule(name, tensor(name)) for name in names])
     merged = copy.copy(mapping)
@@ -138,8 +142,8 @@ def merge(
     merged.merged = *mapping.merged, folder.digest
     lost = [name for name in folder.names if name not in taken]
     if lost:
-        patterns = [name for rule in mapping.rules for name in rule.patterns()]
-        close = suggest_names(lost[0], patterns, 3)
+        known = [name for rule in mapping.rules for name in rule.patterns()]
+        close = suggest_names(lost[0], known, 3)
         raise MappingError(
             f"the adapter changes {len(lost)} tensors that no rule takes",
             found=listed(map(repr, lost), 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -14,7 +15,7 @@ from orbax_safetensors_layout.catalog import compile_pattern
 from orbax_safetensors_layout.errors import FormatError, MappingError, listed
 from orbax_safetensors_layout.format import TensorEntry, short_repr
 from orbax_safetensors_layout.mapping import BoundExpr, Decoded, LowRank, NameTree, Replacement
-from orbax_safetensors_layout.options import is_floating
+from orbax_safetensors_layout.options import ReadOptions, is_floating
 from orbax_safetensors_layout.storage import join
 
 from .adapter_files import CONFIG_FILE, AdapterFiles
@@ -22,6 +23,8 @@ from .adapter_files import CONFIG_FILE, AdapterFiles
 PREFIX = "base_model.model."
 
 Rename = Callable[[str], str]
+
+_DEFAULT = ReadOptions()
 
 _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
@@ -55,12 +58,13 @@ class PeftFolder:
         path: str | os.PathLike[str],
         rename: Rename | None = None,
         transposed: tuple[str, ...] | None = None,
+        options: ReadOptions = _DEFAULT,
         digest: str | None = None,
     ) -> None:
-        self._files = files = AdapterFiles(path)
+        self._files = files = AdapterFiles(path, options)
         self.path, self.file, self.config = files.path, files.file, files.config
         self.digest = files.digest
-        self._how = rename, transposed
+        self._how = rename, transposed, dataclasses.replace(options, progress=False)
         self._transposed = [compile_pattern(pattern) for pattern in transposed or ()]
         self._is_transposed_given = transposed is not None
         files.check(files.digest, digest)

@@ -82,6 +82,25 @@ def test_a_merged_mapping_holds_nothing_open(tmp_path, base, place, request):
         assert_comes_back(before)
 
 
+def test_an_adapter_is_read_once_where_it_is_cached(tmp_path, base, hub):
+    lora = factors()
+    adapter(tmp_path / "lora", lora)
+    hub.add("org/lora", tmp_path / "lora")
+    options = osl.ReadOptions(cache=tmp_path / "cache", cache_bytes=1 << 30)
+
+    def read_bytes():
+        hub.hub.log.clear()
+        hub.cdn.log.clear()
+        mapping = osl.peft.merge(None, "hf://org/lora", base=base, options=options)
+        assert_merged(osl.load(base, mapping=pickle.loads(pickle.dumps(mapping))), lora)
+        assert osl.peft.config("hf://org/lora", options=options)["r"] == 2
+        ranges = hub.hub.ranges() + hub.cdn.ranges()
+        return sum(stop - start for name, start, stop in ranges)
+
+    assert read_bytes() > 0
+    assert read_bytes() == 0
+
+
 def assert_comes_back(before):
     """As many descriptors and threads as before, once a server of this process has noticed."""
     deadline = time.monotonic() + 5
@@ -95,7 +114,7 @@ def test_a_load_opens_an_adapter_once(tmp_path, base, monkeypatch):
     opened = []
     own = adapter_files.open_storage
     monkeypatch.setattr(
-        adapter_files, "open_storage", lambda path: opened.append(path) or own(path)
+        adapter_files, "open_storage", lambda path, **how: opened.append(path) or own(path, **how)
     )
     mapping = osl.peft.merge(None, adapter(tmp_path / "lora", factors()), base=base)
     opened.clear()
