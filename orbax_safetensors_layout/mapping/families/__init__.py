@@ -1,6 +1,7 @@
 """Ready mappings for common model families: Hugging Face's names to those of JAX models."""
 
 from .ready import TARGETS, Options, family_mapping, mapping
+from .vision import VISION
 
 llama = family_mapping("llama", "Llama 1 to 3.3")
 mistral = family_mapping("mistral", "Mistral")

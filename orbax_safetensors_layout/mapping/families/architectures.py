@@ -22,7 +22,8 @@ _HYBRID = {"head_dim": 256, "full_attention_interval": 4} | {
     "linear_value_head_dim": 128,
 }
 _LINEAR_OR_FULL = ("linear", "full")
-_GEMMA_VISION = ("*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*")
+_GEMMA_VISION = ("*vision_tower.*", "*embed_vision.*")
+_GEMMA_AUDIO = ("*audio_tower.*", "*embed_audio.*")
 _GEMMA_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -82,6 +83,7 @@ class Architecture:
         alternating: Whether layers have the alternating updates and low ranks of Gemma 3n.
         prediction: Tensors for multi-token prediction: of more `layers`, or of a module `mtp`.
         vision: Patterns of the tensors of a vision model beside it.
+        beside: The same of other models: for audio, or that speak.
         prefix: Prefix of the names of the language model's tensors, where there is such.
         root: The same of a model by itself.
         embedding: The tensor of the embedding, after the prefix.
@@ -118,6 +120,7 @@ class Architecture:
     alternating: bool = False
     prediction: Literal["layers", "mtp"] | None = None
     vision: tuple[str, ...] = ("*vision_tower.*", "*multi_modal_projector.*")
+    beside: tuple[str, ...] = ()
     prefix: str = "language_model.model."
     root: str = "model."
     embedding: str = "embed_tokens.weight"
@@ -153,7 +156,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_omni_moe": Architecture(
         defaults={"num_key_value_heads": 4, "num_experts": 128, **_SPARSE_STEP},
         head_norms="share",
-        vision=("*visual.*", "*audio_tower.*", "talker.*", "code2wav.*"),
+        vision=("*visual.*",),
+        beside=("*audio_tower.*", "talker.*", "code2wav.*"),
         prefix="thinker.model.",
     ),
     "gemma": Architecture(defaults=_TIED | {"head_dim": 256}),
@@ -367,6 +371,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer_inputs=True,
         alternating=True,
         vision=_GEMMA_VISION,
+        beside=_GEMMA_AUDIO,
         prefix="model.language_model.",
     ),
     "gemma4": Architecture(
@@ -388,6 +393,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         reuses_keys=True,
         layer_inputs=True,
         vision=_GEMMA_VISION,
+        beside=_GEMMA_AUDIO,
         prefix="model.language_model.",
     ),
 }

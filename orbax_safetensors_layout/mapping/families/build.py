@@ -40,7 +40,9 @@ class MappingBuilder:
 
     def build(self, tree: Tree) -> Mapping:
         dims = self.dims
-        vision = dims.architecture.vision if dims.multimodal else ()
+        beside = dims.architecture.beside if dims.multimodal else ()
+        if dims.multimodal and not tree.vision:
+            beside = (*dims.architecture.vision, *beside)
         extra = ["mtp.*"] if dims.architecture.prediction == "mtp" else []
         if dims.extra:
             last = dims.layers + dims.extra - 1
@@ -55,8 +57,8 @@ class MappingBuilder:
         unread = ["*.weight_shape"] if int4 and not self.keep else []
         return Mapping(
             self._rules(tree),
-            ignore=[*extra, *unread, *vision],
-            unsaved=[*(extra if self.extra else ()), *vision],
+            ignore=[*extra, *unread, *beside],
+            unsaved=[*(extra if self.extra else ()), *beside],
             buffers=[*_BUFFERS, *reused],
         )
 
@@ -83,6 +85,8 @@ class MappingBuilder:
         elif self.untie:
             either = Either(own, self._fitted(self._part(table, ROUTER), 1))
             yield rule(self.root + tree.head, either, tied_to=embedding)
+        for leaf in tree.vision:
+            yield rule(self.root + leaf.target, self._leaf(leaf, ""))
         for group in tree.groups:
             if group.indices:
                 yield from self._group(group)

@@ -29,6 +29,7 @@ from .config import (
 from .dims import Dims, dims_of
 from .steps import Tree
 from .tensors import head_name
+from .vision import with_vision
 
 
 class _ModelSide(NamedTuple):
@@ -92,6 +93,8 @@ class Options(TypedDict, total=False):
             function then takes it. By default it takes its own, and configurations without any.
         quantized: `decode` weights, or `keep` the tensors that they are stored as: these then have
             their own names and shapes, stacked over layers and experts. Only for `plain`.
+        vision: Whether the leaves of the vision encoder and of its projector are part of the tree,
+            for the families of `VISION`. By default the files' are ignored.
     """
 
     target: Literal["plain", "maxtext", "tunix"]
@@ -104,6 +107,7 @@ class Options(TypedDict, total=False):
     root: str | None
     model_type: str | None
     quantized: Literal["decode", "keep"]
+    vision: bool | None
 
 
 def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
@@ -168,6 +172,8 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
     builder = _builder(dims, names, target, options)
     _check_counts(dims, names, f"{builder.prefix}layers.")
     tree = side.tree(dims)
+    if options.get("vision"):
+        tree = with_vision(tree, target, dims, parsed, names)
     if not tree.scans:
         if options.get("scan"):
             raise MappingError(f"scan=True: {target} has no such {family} with stacked layers")

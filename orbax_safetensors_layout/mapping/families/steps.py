@@ -107,6 +107,7 @@ class Tree:
     norm_step: TensorStep = VECTOR
     others: tuple[FamilyLeaf, ...] = ()  # that belong to no layer either
     scans: bool = True  # whether there is such a model with stacked layers
+    vision: tuple[FamilyLeaf, ...] = ()  # with whole names of tensors, which are then not ignored
     takes_reused: bool = False  # whether keys and values that no layer uses are leaves
 
 

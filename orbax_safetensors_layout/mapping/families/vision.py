@@ -1,0 +1,186 @@
+"""Vision encoders and their projectors, for `vision=True`: tables of tensors, axes and names.
+
+Sources are transformers 5.23.0; `param_mapping.py`, `llama4_ckpt_unscanned.py` and `models/` of
+maxtext 0.2.5; and `models/gemma3/` of google-tunix 0.1.7. None of them stacks these layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from orbax_safetensors_layout.errors import MappingError
+
+from .config import Section, find_prefix
+from .dims import Dims
+from .steps import FamilyLeaf, TensorStep, Tree, renamed
+
+# Several times the largest published models: 45 layers, widths of 5,632, images of 960 pixels.
+_MOST_LAYERS = (1, 256)
+_EXTENTS = (1, 1 << 20)
+_MOST_PIXELS = 1 << 14
+_JOINED = ("query", "key", "value")  # as they are joined in one tensor
+
+_Table = Mapping[str, str]
+"""Tensors, as published files name them, and their axes before and after.
+
+`{n}` is the number of a layer. Axes are e (hidden size), f (of an MLP), h (heads), d (of a head),
+c (channels), y and x (pixels of a patch), t (positions), u (hidden size of the language model);
+n is what is joined.
+"""
+
+
+class _Tower(NamedTuple):
+    """The vision model of a family on one model side."""
+
+    table: _Table
+    names: tuple[tuple[str, str], ...]  # from tensors' to leaves', as `renamed` takes them
+    modules: tuple[tuple[str, str], ...]  # prefixes of tensors; the end of a name that tells each
+    sizes: Callable[[Section, Dims], dict[str, int]]  # of axes, and how many `{n}` there are
+    shifted: str = ""  # the tensor to which 1 is added
+
+
+def with_vision(
+    tree: Tree, target: str, dims: Dims, config: Mapping[str, Any], names: Sequence[str]
+) -> Tree:
+    """Return the tree with the leaves of the vision model; refuses one that `target` has not.
+
+    `names` are those of the files' tensors, if there are files; else they are as published.
+    """
+    tower = _TOWERS.get(target, {}).get(dims.family)
+    if tower is None:
+        what = f"vision=True: there is no mapping of the vision model of {dims.family} to {target}"
+        listed = (f"{side} with {', '.join(families)}" for side, families in VISION.items())
+        raise MappingError(what, expected="; ".join(listed))
+    read = Section(config, dims.family).section("vision_config")
+    if read is None:
+        raise MappingError(
+            f"vision=True: the configuration of this {dims.family} has no 'vision_config'",
+            hint="Give that of the whole model, or leave the option out if there is none.",
+        )
+    sizes = tower.sizes(read, dims)
+    steps = {tensor: _step(axes, sizes) for tensor, axes in tower.table.items()}
+    if tower.shifted:
+        steps[tower.shifted] = dataclasses.replace(steps[tower.shifted], term=1.0)
+    leaves: list[FamilyLeaf] = []
+    for leaf in renamed(steps, tower.names):
+        module, ending = next(
+            pair for pair in tower.modules if str(leaf.source).startswith(pair[0])
+        )
+        stored = find_prefix(names, ending)
+        source = str(leaf.source).removeprefix(module)
+        source = (module if stored is None else stored) + source
+        leaves += _expanded(dataclasses.replace(leaf, source=source), sizes)
+    return dataclasses.replace(tree, vision=tuple(leaves))
+
+
+def _step(axes: str, sizes: Mapping[str, int]) -> TensorStep:
+    """The step of a tensor, which refuses one of other sizes than the configuration says."""
+    named = re.findall("[a-z]", axes.partition("->")[0])
+    return TensorStep(axes, tuple((axis, sizes[axis]) for axis in named if axis in sizes))
+
+
+def _expanded(leaf: FamilyLeaf, sizes: Mapping[str, int]) -> Iterator[FamilyLeaf]:
+    """The leaves of each layer, and of each third of a joined tensor."""
+    mark = next((mark for mark in ("{n}", "{m}") if mark in leaf.target), "")
+    for i in range(sizes[mark] if mark else 1):
+        target, source = (text.replace(mark, str(i)) if mark else text
+                          for text in (leaf.target, str(leaf.source)))  # fmt: skip
+        if "{x}" not in target:
+            yield FamilyLeaf(target, source, leaf.step)
+            continue
+        split = "(n r) c -> n r c" if leaf.step.rank == 3 else "(n r) -> n r"
+        for third, name in enumerate(_JOINED):
+            step = dataclasses.replace(leaf.step, part=(third, third + 1, 3), split=split)
+            yield FamilyLeaf(target.replace("{x}", name), source, step)
+
+
+def _norm(tensor: str, axis: str = "e") -> _Table:
+    return {f"{tensor}.{part}": f"{axis} -> {axis}" for part in ("weight", "bias")}
+
+
+def _linear(tensor: str, i: str, o: str) -> _Table:
+    return {f"{tensor}.weight": f"{o} {i} -> {i} {o}", f"{tensor}.bias": f"{o} -> {o}"}
+
+
+def _heads(attention: str, out: str) -> _Table:
+    """Kernels of heads, as MaxText has them, with biases."""
+    into = {f"{attention}.{x}_proj.weight": "(h d) e -> e h d" for x in "qkv"}
+    biases = {f"{attention}.{x}_proj.bias": "(h d) -> h d" for x in "qkv"}
+    return {**into, **biases, f"{out}.weight": "e (h d) -> h d e", f"{out}.bias": "e -> e"}
+
+
+def _block_sizes(read: Section, layers: str, heads: str) -> dict[str, int]:
+    e, f = (read.integer(f"{name}_size", bounds=_EXTENTS) for name in ("hidden", "intermediate"))
+    h = read.integer(heads, bounds=(1, e))
+    if e % h:
+        read.raise_error(heads, f"a divisor of the hidden_size {e:,}", h)
+    n = read.integer(layers, bounds=_MOST_LAYERS)
+    return {"e": e, "f": f, "h": h, "d": e // h, "{n}": n}
+
+
+def _square_sizes(read: Section, dims: Dims) -> dict[str, int]:
+    """Images of one size, parted into patches."""
+    patch = read.integer("patch_size", bounds=(1, _MOST_PIXELS))
+    side = read.integer("image_size", bounds=(patch, _MOST_PIXELS)) // patch
+    channels = read.integer("num_channels", 3, bounds=_EXTENTS)
+    sizes = {"c": channels, "y": patch, "x": patch, "t": side**2, "u": dims.hidden}
+    return sizes | _block_sizes(read, "num_hidden_layers", "num_attention_heads")
+
+
+# Gemma 3 has a SigLIP.
+
+_TOWER, _PROJECTOR = "vision_tower.vision_model.", "multi_modal_projector."
+_BLOCK = f"{_TOWER}encoder.layers.{{n}}."
+_SIGLIP = {
+    f"{_TOWER}embeddings.patch_embedding.weight": "e c y x -> y x c e",
+    f"{_TOWER}embeddings.patch_embedding.bias": "e -> e",
+    f"{_TOWER}embeddings.position_embedding.weight": "t e -> 1 t e",
+    **_norm(f"{_TOWER}post_layernorm"),
+    **_norm(f"{_BLOCK}layer_norm1"),
+    **_norm(f"{_BLOCK}layer_norm2"),
+    **_linear(f"{_BLOCK}mlp.fc1", "e", "f"),
+    **_linear(f"{_BLOCK}mlp.fc2", "f", "e"),
+    f"{_PROJECTOR}mm_input_projection_weight": "e u -> e u",
+    f"{_PROJECTOR}mm_soft_emb_norm.weight": "e -> e",
+}
+_SIGLIP_MODULES = (
+    (_TOWER, "embeddings.position_embedding.weight"),
+    (_PROJECTOR, "mm_input_projection_weight"),
+)
+_SIGLIP_NAMES = (
+    (r"embeddings\.patch_embedding", "embedding"),
+    (r"embeddings\.position_embedding\.weight", "pos_embedding"),
+    ("projection_weight", "projection.w"),
+    ("soft_emb_norm", "soft_embedding_norm"),
+    (r"norm(\d?)\.weight", r"norm\1.scale"),
+    (r"\bweight\b", "kernel"),
+)
+_GEMMA3_MAXTEXT = _Tower(
+    {**_SIGLIP, **_heads(f"{_BLOCK}self_attn", f"{_BLOCK}self_attn.out_proj")},
+    (
+        *_SIGLIP_NAMES,
+        (rf"^{_TOWER}", "vision_encoder.Gemma3VisionEncoderLayer_0."),
+        (rf"^{_PROJECTOR}", "vision_encoder.VisionEmbedder_0."),
+        ("post_layernorm", "Transformer.encoder_norm"),
+        (r"encoder\.layers\.{n}", "Transformer.encoderblock_{n}"),
+        ("layer_norm1", "LayerNorm_0"),
+        ("layer_norm2", "LayerNorm_1"),
+        (r"mlp\.fc1", "MlpBlockViT_0.Dense_0"),
+        (r"mlp\.fc2", "MlpBlockViT_0.Dense_1"),
+        ("self_attn", "MultiHeadDotProductAttention_0"),
+        ("q_proj", "query"),
+        ("k_proj", "key"),
+        ("v_proj", "value"),
+        ("out_proj", "out"),
+    ),
+    _SIGLIP_MODULES,
+    _square_sizes,
+    shifted=f"{_PROJECTOR}mm_soft_emb_norm.weight",  # `scale_rmsnorm`, as the language model's
+)
+
+_TOWERS: Mapping[str, Mapping[str, _Tower]] = {"maxtext": {"gemma3": _GEMMA3_MAXTEXT}}
+VISION: dict[str, tuple[str, ...]] = {side: tuple(towers) for side, towers in _TOWERS.items()}
+"""The model sides that have vision models, and of which families."""
