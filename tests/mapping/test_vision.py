@@ -27,8 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
 
 TREES = json.loads((Path(__file__).parents[1] / "support" / "vision_trees.json").read_text())
 del TREES["provenance"]
-NAMES = {"gemma3": ("maxtext",)}
-SCANS = {"gemma3": (True, False)}
+NAMES = {"gemma3": ("maxtext",), "llama4": ("maxtext",)}
+SCANS = {"gemma3": (True, False), "llama4": (True, False)}
 CASES = [
     (name, target, scan)
     for name, targets in NAMES.items()
@@ -177,6 +177,7 @@ def test_vision_models_that_there_are_none_of(whole, target, config, message):
         ),
         ("gemma3", {"num_hidden_layers": 257}, r"num_hidden_layers.*1\.\.256"),
         ("gemma3", {"image_size": 13}, r"image_size.*14\.\.16,384"),
+        ("llama4", {"projector_output_dim": 16}, r"projector_output_dim.*projector_input_dim 20"),
         ("gemma3", {"patch_size": [14, 14]}, r"patch_size' of the configuration is \[14, 14\]"),
     ],
 )

@@ -54,4 +54,33 @@ def gemma3(tensors, vision):
     return leaves
 
 
-VISION_REFERENCES = {("maxtext", "gemma3"): gemma3}
+def llama4(tensors, vision):
+    t = {name.removeprefix("vision_model."): array for name, array in tensors.items()}
+    model = {name: t[name] for name in ("class_embedding", "positional_embedding_vlm")}
+    _put(model, "Llama4UnfoldConvolution_0.vit_unfold_linear", t, "patch_embedding.linear")
+    for norm in ("layernorm_pre", "layernorm_post"):
+        _put(model, norm, t, norm, "scale", turn=False)
+    for i in range(vision["num_hidden_layers"]):
+        layer, block = f"model.layers.{i}.", f"Llama4VisionEncoder_0.layers_{i}."
+        for norm in ("input", "post_attention"):
+            source = f"{layer}{norm}_layernorm"
+            _put(model, f"{block}{norm}_layer_norm", t, source, "scale", turn=False)
+        for n in (1, 2):
+            name = f"{block}Llama4VisionMLP_0.vit_encoder_layer_mlp_fc{n}"
+            _put(model, name, t, f"{layer}mlp.fc{n}")
+        sources = [f"{layer}self_attn.{x}_proj" for x in "qkvo"]
+        heads = vision["num_attention_heads"]
+        _heads(model, f"{block}self_attention_vision", t, sources, heads)
+    for n in (1, 2):
+        name = f"Llama4VisionPixelShuffleMLP_0.pixel_shuffle_mlp.vit_pixel_shuffle_mlp_fc{n}"
+        _put(model, name, t, f"vision_adapter.mlp.fc{n}")
+    leaves = {f"{MAXTEXT}Llama4VisionModel_0.{name}": a for name, a in model.items()}
+    name = f"{MAXTEXT}Llama4MultiModalProjector_0.vit_multi_modal_projector"
+    _put(leaves, name, tensors, "multi_modal_projector.linear_1")
+    return leaves
+
+
+VISION_REFERENCES = {
+    ("maxtext", "gemma3"): gemma3,
+    ("maxtext", "llama4"): llama4,
+}

@@ -181,6 +181,62 @@ _GEMMA3_MAXTEXT = _Tower(
     shifted=f"{_PROJECTOR}mm_soft_emb_norm.weight",  # `scale_rmsnorm`, as the language model's
 )
 
-_TOWERS: Mapping[str, Mapping[str, _Tower]] = {"maxtext": {"gemma3": _GEMMA3_MAXTEXT}}
+# Llama 4; a is the width of the adapter, v that of its outputs.
+
+_LLAMA4_BLOCK = "vision_model.model.layers.{n}."
+_LLAMA4 = {
+    "vision_model.class_embedding": "e -> e",
+    "vision_model.positional_embedding_vlm": "t e -> t e",
+    "vision_model.patch_embedding.linear.weight": "e (c y x) -> (c y x) e",
+    **_norm("vision_model.layernorm_pre"),
+    **_norm("vision_model.layernorm_post"),
+    **_norm(f"{_LLAMA4_BLOCK}input_layernorm"),
+    **_norm(f"{_LLAMA4_BLOCK}post_attention_layernorm"),
+    **_heads(f"{_LLAMA4_BLOCK}self_attn", f"{_LLAMA4_BLOCK}self_attn.o_proj"),
+    **_linear(f"{_LLAMA4_BLOCK}mlp.fc1", "e", "f"),
+    **_linear(f"{_LLAMA4_BLOCK}mlp.fc2", "f", "e"),
+    "vision_model.vision_adapter.mlp.fc1.weight": "a f -> f a",
+    "vision_model.vision_adapter.mlp.fc2.weight": "o a -> a o",
+    f"{_PROJECTOR}linear_1.weight": "u v -> v u",
+}
+
+
+def _llama4_sizes(read: Section, dims: Dims) -> dict[str, int]:
+    names = ("projector_input_dim", "projector_output_dim", "vision_output_dim")
+    a, o, v = (read.integer(name, bounds=_EXTENTS) for name in names)
+    if o != a:  # `Llama4VisionMLP2` takes what is one for the other
+        read.raise_error(names[1], f"the projector_input_dim {a:,}", o)
+    sizes = _square_sizes(read, dims)
+    return sizes | {"a": a, "o": o, "v": v, "t": sizes["t"] + 1}  # and that of the class
+
+
+_LLAMA4_MAXTEXT = _Tower(
+    _LLAMA4,
+    (
+        (rf"^{_PROJECTOR}linear_1", "Llama4MultiModalProjector_0.vit_multi_modal_projector"),
+        (r"^vision_model\.", "Llama4VisionModel_0."),
+        ("^", "vision_encoder."),
+        (r"patch_embedding\.linear", "Llama4UnfoldConvolution_0.vit_unfold_linear"),
+        (r"vision_adapter\.mlp\.", "Llama4VisionPixelShuffleMLP_0.pixel_shuffle_mlp.vit_pixel_s_"),
+        ("vit_pixel_s_", "vit_pixel_shuffle_mlp_"),
+        (r"model\.layers\.{n}\.", "Llama4VisionEncoder_0.layers_{n}."),
+        (r"mlp\.fc", "Llama4VisionMLP_0.vit_encoder_layer_mlp_fc"),
+        (r"(input|attention)_layernorm", r"\1_layer_norm"),
+        ("self_attn", "self_attention_vision"),
+        ("q_proj", "query"),
+        ("k_proj", "key"),
+        ("v_proj", "value"),
+        ("o_proj", "out"),
+        (r"(norm\w*)\.weight", r"\1.scale"),
+        (r"\bweight\b", "kernel"),
+    ),
+    (("vision_model.", "positional_embedding_vlm"), (_PROJECTOR, "linear_1.weight")),
+    _llama4_sizes,
+)
+
+
+_TOWERS: Mapping[str, Mapping[str, _Tower]] = {
+    "maxtext": {"gemma3": _GEMMA3_MAXTEXT, "llama4": _LLAMA4_MAXTEXT},
+}
 VISION: dict[str, tuple[str, ...]] = {side: tuple(towers) for side, towers in _TOWERS.items()}
 """The model sides that have vision models, and of which families."""
