@@ -80,7 +80,36 @@ def llama4(tensors, vision):
     return leaves
 
 
+def gemma4(tensors, vision):
+    t = {name.removeprefix("model.vision_tower."): array for name, array in tensors.items()}
+    encoder = {name: t[name] for name in ("std_scale", "std_bias")}
+    _put(encoder, "vision_entry.input_projection", t, "patch_embedder.input_proj")
+    table = t["patch_embedder.position_embedding_table"]
+    encoder["vision_entry.pos_emb_param"] = np.stack([table[0], table[1]], axis=1)
+    norms = {
+        "pre_attention_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "pre_ffw_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+        "attention.query_norm": "self_attn.q_norm",
+        "attention.key_norm": "self_attn.k_norm",
+    }
+    for i in range(vision["num_hidden_layers"]):
+        layer, block = f"encoder.layers.{i}.", f"layer_{i}."
+        for norm, source in norms.items():
+            _put(encoder, block + norm, t, layer + source, "scale", turn=False)
+        for name, source in (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down")):
+            _put(encoder, f"{block}mlp.{name}", t, f"{layer}mlp.{source}_proj.linear")
+        sources = [f"{layer}self_attn.{x}_proj.linear" for x in "qkvo"]
+        _heads(encoder, f"{block}attention", t, sources, vision["num_attention_heads"])
+    leaves = {f"{MAXTEXT}Gemma4VisionEncoderLayer_0.{name}": a for name, a in encoder.items()}
+    name = f"{MAXTEXT}Gemma4VisionProjector_0.projection"
+    _put(leaves, name, tensors, "model.embed_vision.embedding_projection")
+    return leaves
+
+
 VISION_REFERENCES = {
     ("maxtext", "gemma3"): gemma3,
     ("maxtext", "llama4"): llama4,
+    ("maxtext", "gemma4"): gemma4,
 }

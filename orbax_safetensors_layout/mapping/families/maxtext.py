@@ -165,7 +165,7 @@ def tree(dims: Dims) -> Tree:
         norm = VECTOR if dims.family == "gemma4" else _gemma_norm(VECTOR)
     if dims.compressed is not None:
         return _deepseek4(dims, dims.compressed)
-    small = dims.family == "gemma4" and _is_small(dims)
+    small = dims.family == "gemma4" and is_small(dims)
     return Tree(
         "token_embedder.embedding",
         "decoder.logits_dense.kernel",
@@ -269,7 +269,7 @@ def _gemma4(dims: Dims) -> tuple[LayerGroup, ...]:
     return _blocks("decoder.scanned_blocks.", _GEMMA4_CYCLE, dims.layers, local, full)
 
 
-def _is_small(dims: Dims) -> bool:
+def is_small(dims: Dims) -> bool:
     """Whether MaxText's model of a Gemma 4 is that of E2B and E4B, `gemma4_small`."""
     return dims.layer_input > 0 or any(kind.reuses for kind in dims.kinds)
 

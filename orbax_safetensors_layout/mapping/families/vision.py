@@ -15,6 +15,7 @@ from orbax_safetensors_layout.errors import MappingError
 
 from .config import Section, find_prefix
 from .dims import Dims
+from .maxtext import is_small
 from .steps import FamilyLeaf, TensorStep, Tree, renamed
 
 # Several times the largest published models: 45 layers, widths of 5,632, images of 960 pixels.
@@ -70,8 +71,7 @@ def with_vision(
             pair for pair in tower.modules if str(leaf.source).startswith(pair[0])
         )
         stored = find_prefix(names, ending)
-        source = str(leaf.source).removeprefix(module)
-        source = (module if stored is None else stored) + source
+        source = (module if stored is None else stored) + str(leaf.source).removeprefix(module)
         leaves += _expanded(dataclasses.replace(leaf, source=source), sizes)
     return dataclasses.replace(tree, vision=tuple(leaves))
 
@@ -235,8 +235,81 @@ _LLAMA4_MAXTEXT = _Tower(
 )
 
 
+# Gemma 4, but E2B and E4B: "gemma4-small multimodal not yet supported" (`param_mapping.py`).
+
+_GEMMA4, _EMBED_VISION = "model.vision_tower.", "model.embed_vision."
+_GEMMA4_BLOCK = f"{_GEMMA4}encoder.layers.{{n}}."
+_GEMMA4_NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+_GEMMA4_TABLE = {
+    f"{_GEMMA4}patch_embedder.input_proj.weight": "e (y x c) -> (y x c) e",
+    f"{_GEMMA4}patch_embedder.position_embedding_table": "s t e -> t s e",
+    f"{_GEMMA4}std_scale": "e -> e",
+    f"{_GEMMA4}std_bias": "e -> e",
+    **{f"{_GEMMA4_BLOCK}{norm}_layernorm.weight": "e -> e" for norm in _GEMMA4_NORMS},
+    **{f"{_GEMMA4_BLOCK}self_attn.{x}_norm.weight": "d -> d" for x in "qk"},
+    **{f"{_GEMMA4_BLOCK}self_attn.{x}_proj.linear.weight": "(h d) e -> e h d" for x in "qkv"},
+    f"{_GEMMA4_BLOCK}self_attn.o_proj.linear.weight": "e (h d) -> h d e",
+    **{f"{_GEMMA4_BLOCK}mlp.{x}_proj.linear.weight": "f e -> e f" for x in ("gate", "up")},
+    f"{_GEMMA4_BLOCK}mlp.down_proj.linear.weight": "e f -> f e",
+    f"{_EMBED_VISION}embedding_projection.weight": "u e -> e u",
+}
+
+
+def _gemma4_sizes(read: Section, dims: Dims) -> dict[str, int]:
+    if is_small(dims):
+        what = "vision=True: MaxText has no vision model of Gemma 4 E2B and E4B"
+        raise MappingError(what, expected="a model without inputs of single layers")
+    for name, has in (("standardize", True), ("use_clipped_linears", False)):
+        if read.flag(name, False) != has:
+            expected = f"{str(has).lower()}, as in MaxText's gemma4"
+            read.raise_error(name, expected, read.get(name))
+    sizes = _block_sizes(read, "num_hidden_layers", "num_attention_heads")
+    for name, size in (("num_key_value_heads", sizes["h"]), ("head_dim", sizes["d"])):
+        if (found := read.integer(name, bounds=_EXTENTS)) != size:
+            read.raise_error(name, f"{size:,}, as in MaxText's gemma4", found)
+    patch = read.integer("patch_size", bounds=(1, _MOST_PIXELS))
+    positions = read.integer("position_embedding_size", bounds=_EXTENTS)
+    own = {"c": 3, "y": patch, "x": patch, "s": 2, "t": positions, "u": dims.hidden}
+    return sizes | own
+
+
+_GEMMA4_MAXTEXT = _Tower(
+    _GEMMA4_TABLE,
+    (
+        (rf"^{_GEMMA4}", "vision_encoder.Gemma4VisionEncoderLayer_0."),
+        (rf"^{_EMBED_VISION}embedding_", "vision_encoder.Gemma4VisionProjector_0."),
+        (r"patch_embedder\.input_proj", "vision_entry.input_projection"),
+        (r"patch_embedder\.position_embedding_table", "vision_entry.pos_emb_param"),
+        (r"encoder\.layers\.{n}\.", "layer_{n}."),
+        (r"input_layernorm", "pre_attention_norm"),
+        (r"_layernorm", "_norm"),
+        ("feedforward", "ffw"),
+        ("self_attn", "attention"),
+        (r"q_(proj|norm)", r"query_\1"),
+        (r"k_(proj|norm)", r"key_\1"),
+        ("v_proj", "value_proj"),
+        ("o_proj", "out_proj"),
+        ("gate_proj", "wi_0"),
+        ("up_proj", "wi_1"),
+        ("down_proj", "wo"),
+        (r"(_proj)?\.linear", ""),
+        (r"norm\.weight", "norm.scale"),
+        (r"\bweight\b", "kernel"),
+    ),
+    (
+        (_GEMMA4, "patch_embedder.position_embedding_table"),
+        ("model.", "embed_vision.embedding_projection.weight"),
+    ),
+    _gemma4_sizes,
+)
+
+
 _TOWERS: Mapping[str, Mapping[str, _Tower]] = {
-    "maxtext": {"gemma3": _GEMMA3_MAXTEXT, "llama4": _LLAMA4_MAXTEXT},
+    "maxtext": {
+        "gemma3": _GEMMA3_MAXTEXT,
+        "llama4": _LLAMA4_MAXTEXT,
+        "gemma4": _GEMMA4_MAXTEXT,
+    },
 }
 VISION: dict[str, tuple[str, ...]] = {side: tuple(towers) for side, towers in _TOWERS.items()}
 """The model sides that have vision models, and of which families."""
