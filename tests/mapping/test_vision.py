@@ -29,8 +29,11 @@ TREES = json.loads((Path(__file__).parents[1] / "support" / "vision_trees.json")
 del TREES["provenance"]
 NAMES = {"gemma3": ("maxtext",), "llama4": ("maxtext",)}
 NAMES |= {"gemma4_dense": ("maxtext",), "gemma4_moe": ("maxtext",)}
+NAMES |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_5_moe"), ("maxtext",))
 SCANS = {"gemma3": (True, False), "llama4": (True, False)}
 SCANS |= {"gemma4_dense": (True, False), "gemma4_moe": (True, False)}
+SCANS |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"), (False,))
+SCANS |= {"qwen3_5_moe": (True, False)}
 CASES = [
     (name, target, scan)
     for name, targets in NAMES.items()
@@ -184,6 +187,9 @@ def test_vision_models_that_there_are_none_of(whole, target, config, message):
         ("gemma4_dense", {"use_clipped_linears": True}, "use_clipped_linears.*expected: false"),
         ("gemma4_dense", {"num_key_value_heads": 1}, "num_key_value_heads.*expected: 2"),
         ("gemma4_dense", {"head_dim": 4}, "head_dim.*expected: 8"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [0, 2]}, r"deepstack_visual_indexes.*0\.\.1"),
+        ("qwen3_vl", {"deepstack_visual_indexes": None}, "lacks 'vision_config.deepstack"),
+        ("qwen3_5_moe", {"deepstack_visual_indexes": [1]}, r"\[1\] .expected: none"),
         ("gemma3", {"patch_size": [14, 14]}, r"patch_size' of the configuration is \[14, 14\]"),
     ],
 )
@@ -228,3 +234,20 @@ def test_vision_models_of_gemma_4_e2b(whole):
     families.mapping(config | {"text_config": text}, target="maxtext")
     with pytest.raises(MappingError, match=r"MaxText has no vision model of Gemma 4 E2B and E4B"):
         families.mapping(config | {"text_config": text}, target="maxtext", vision=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"])
+def test_mergers_of_single_layers_are_not_for_stacked_ones(whole, name):
+    """MaxText: "Deepstack visual embedding injection requires scan_layers=False"."""
+    folder, config, _, _ = whole(name)
+    with pytest.raises(MappingError, match=rf"no such {name} with stacked layers"):
+        families.mapping(folder, target="maxtext", scan=True, vision=True)
+    mapping = families.mapping(folder, target="maxtext", vision=True)
+    other = families.mapping(folder, target="maxtext", scan=False, vision=True)
+    assert repr(mapping) == repr(other)
+    without = config | {"vision_config": config["vision_config"] | {"deepstack_visual_indexes": []}}
+    leaves = [
+        rule.target for rule in families.mapping(without, target="maxtext", vision=True).rules
+    ]
+    assert any(".layers.mlp" in leaf or ".layers.moe" in leaf for leaf in leaves)
+    assert not any("merger_" in leaf for leaf in leaves)

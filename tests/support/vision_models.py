@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import json
 
-from family_models import DIMS, MODELS, VISION_SIZES, Saved, read, text_config_of
+from family_models import (
+    DIMS,
+    MODELS,
+    VISION_SIZES,
+    Saved,
+    experts_in_one_tensor,
+    experts_with_inputs_first,
+    read,
+    text_config_of,
+)
 
 _BLOCKS = {"hidden_size": 24, "intermediate_size": 40}
 _QWEN = _BLOCKS | {
@@ -66,4 +75,9 @@ def published(name: str, tensors: dict) -> dict:
                 for k, v in tensors.items()}  # fmt: skip
     if name == "qwen3_omni_moe":
         return {f"thinker.{k}": v for k, v in tensors.items()}
-    return tensors
+    if name == "qwen3_5_moe":
+        text, inner = {"num_hidden_layers": 8}, "model.language_model.layers."
+        short = {k.replace(inner, "model.layers."): v for k, v in tensors.items()}
+        joined = experts_in_one_tensor(text, short)
+        return {k.replace("model.layers.", inner): v for k, v in joined.items()}
+    return experts_with_inputs_first(tensors) if name == "qwen3_vl_moe" else tensors

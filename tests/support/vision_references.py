@@ -108,8 +108,60 @@ def gemma4(tensors, vision):
     return leaves
 
 
+def qwen(kind, before, merger_list, parts):
+    """Qwen 3 VL and Omni and Qwen 3.5; `parts` are the modules of a merger."""
+
+    def reference(tensors, vision):
+        t = {name.removeprefix(before): array for name, array in tensors.items()}
+        encoder, projector = {}, {}
+        kernel = t["patch_embed.proj.weight"]
+        encoder["patch_embed.proj.kernel"] = np.einsum("octhw->thwco", kernel)
+        encoder["patch_embed.proj.bias"] = t["patch_embed.proj.bias"]
+        encoder["pos_embed_interpolate.pos_embed"] = t["pos_embed.weight"]
+        for i in range(vision["depth"]):
+            layer, block = f"blocks.{i}.", f"blocks_{i}."
+            for n in (1, 2):
+                _put(encoder, f"{block}ln{n}", t, f"{layer}norm{n}", "scale", turn=False)
+                name = f"{block}mlp" if n == 1 else f"{block}mlp_out"
+                _put(encoder, name, t, f"{layer}mlp.linear_fc{n}")
+            attention = {"out.weight": t[f"{layer}attn.proj.weight"]}
+            attention["out.bias"] = t[f"{layer}attn.proj.bias"]
+            for part in ("weight", "bias"):
+                joined = np.split(t[f"{layer}attn.qkv.{part}"], 3)
+                attention |= {f"{x}.{part}": a for x, a in zip("qkv", joined, strict=True)}
+            _heads(encoder, f"{block}attn.attn", attention, (*"qkv", "out"), vision["num_heads"])
+        mergers = {f"merger_{i}": f"{merger_list}.{i}."
+                   for i in range(len(vision.get("deepstack_visual_indexes") or ()))}  # fmt: skip
+        for name, source in (*mergers.items(), ("merger", "merger.")):
+            leaves = projector if name == "merger" else encoder
+            norm, first, second = (source + part for part in parts)
+            _put(leaves, f"{name}.ln_q", t, norm, "scale", turn=False)
+            _put(leaves, f"{name}.mlp_0", t, first)
+            _put(leaves, f"{name}.mlp_2", t, second)
+        return {
+            **{f"{MAXTEXT}{kind}VisionEncoder_0.{name}": a for name, a in encoder.items()},
+            **{f"{MAXTEXT}{kind}VisionProjector_0.{name}": a for name, a in projector.items()},
+        }
+
+    return reference
+
+
+_PARTS = ("norm", "linear_fc1", "linear_fc2")
+_VL = qwen("Qwen3VL", "model.visual.", "deepstack_merger_list", _PARTS)
+_OMNI_PARTS = ("ln_q", "mlp.0", "mlp.2")
+
+
+def omni(tensors, vision):
+    plain = {name.removeprefix("thinker."): array for name, array in tensors.items()}
+    return qwen("Qwen3OmniMoe", "visual.", "merger_list", _OMNI_PARTS)(plain, vision)
+
+
 VISION_REFERENCES = {
     ("maxtext", "gemma3"): gemma3,
     ("maxtext", "llama4"): llama4,
     ("maxtext", "gemma4"): gemma4,
+    ("maxtext", "qwen3_vl"): _VL,
+    ("maxtext", "qwen3_vl_moe"): _VL,
+    ("maxtext", "qwen3_omni_moe"): omni,
+    ("maxtext", "qwen3_5_moe"): qwen("Qwen3_5Moe", "model.visual.", "", _PARTS),
 }

@@ -73,7 +73,8 @@ def with_vision(
         stored = find_prefix(names, ending)
         source = (module if stored is None else stored) + str(leaf.source).removeprefix(module)
         leaves += _expanded(dataclasses.replace(leaf, source=source), sizes)
-    return dataclasses.replace(tree, vision=tuple(leaves))
+    scans = tree.scans and not sizes.get("{m}")  # `deepstack_visual_indexes_for_vit` (`types.py`)
+    return dataclasses.replace(tree, vision=tuple(leaves), scans=scans)
 
 
 def _step(axes: str, sizes: Mapping[str, int]) -> TensorStep:
@@ -162,8 +163,8 @@ _GEMMA3_MAXTEXT = _Tower(
     {**_SIGLIP, **_heads(f"{_BLOCK}self_attn", f"{_BLOCK}self_attn.out_proj")},
     (
         *_SIGLIP_NAMES,
-        (rf"^{_TOWER}", "vision_encoder.Gemma3VisionEncoderLayer_0."),
-        (rf"^{_PROJECTOR}", "vision_encoder.VisionEmbedder_0."),
+        (rf"^{re.escape(_TOWER)}", "vision_encoder.Gemma3VisionEncoderLayer_0."),
+        (rf"^{re.escape(_PROJECTOR)}", "vision_encoder.VisionEmbedder_0."),
         ("post_layernorm", "Transformer.encoder_norm"),
         (r"encoder\.layers\.{n}", "Transformer.encoderblock_{n}"),
         ("layer_norm1", "LayerNorm_0"),
@@ -213,7 +214,8 @@ def _llama4_sizes(read: Section, dims: Dims) -> dict[str, int]:
 _LLAMA4_MAXTEXT = _Tower(
     _LLAMA4,
     (
-        (rf"^{_PROJECTOR}linear_1", "Llama4MultiModalProjector_0.vit_multi_modal_projector"),
+        (rf"^{re.escape(_PROJECTOR)}linear_1", "Llama4MultiModalProjector_0.vit_multi_modal_p_"),
+        ("modal_p_", "modal_projector"),
         (r"^vision_model\.", "Llama4VisionModel_0."),
         ("^", "vision_encoder."),
         (r"patch_embedding\.linear", "Llama4UnfoldConvolution_0.vit_unfold_linear"),
@@ -276,8 +278,8 @@ def _gemma4_sizes(read: Section, dims: Dims) -> dict[str, int]:
 _GEMMA4_MAXTEXT = _Tower(
     _GEMMA4_TABLE,
     (
-        (rf"^{_GEMMA4}", "vision_encoder.Gemma4VisionEncoderLayer_0."),
-        (rf"^{_EMBED_VISION}embedding_", "vision_encoder.Gemma4VisionProjector_0."),
+        (rf"^{re.escape(_GEMMA4)}", "vision_encoder.Gemma4VisionEncoderLayer_0."),
+        (rf"^{re.escape(_EMBED_VISION)}embedding_", "vision_encoder.Gemma4VisionProjector_0."),
         (r"patch_embedder\.input_proj", "vision_entry.input_projection"),
         (r"patch_embedder\.position_embedding_table", "vision_entry.pos_emb_param"),
         (r"encoder\.layers\.{n}\.", "layer_{n}."),
@@ -304,11 +306,101 @@ _GEMMA4_MAXTEXT = _Tower(
 )
 
 
+# Qwen 3 VL and Omni, Qwen 3.5; k are the images of a patch, w and z the width of what is merged, o
+# that of the outputs. Mergers `{m}` are those of single layers, for "deepstack".
+
+_QWEN_PARTS = ("norm", "linear_fc1", "linear_fc2")
+_QWEN_NAMES = (
+    (r"\w*merger_list\.{m}", "merger_{m}"),
+    (r"blocks\.{n}", "blocks_{n}"),
+    (r"pos_embed\.weight", "pos_embed_interpolate.pos_embed"),
+    (r"attn\.qkv", "attn.attn.{x}"),
+    (r"attn\.proj", "attn.attn.out"),
+    (r"mlp\.linear_fc1", "mlp"),
+    (r"mlp\.linear_fc2", "mlp_out"),
+    ("linear_fc1", "mlp_0"),
+    ("linear_fc2", "mlp_2"),
+    (r"mlp\.(\d)", r"mlp_\1"),
+    (r"norm(\d)", r"ln\1"),
+    (r"\bnorm\b", "ln_q"),
+    (r"(ln\w*)\.weight", r"\1.scale"),
+    (r"\bweight\b", "kernel"),
+)
+
+
+def _qwen(
+    kind: str, module: str, merger_list: str = "", *, parts: Sequence[str] = _QWEN_PARTS
+) -> _Tower:
+    before, norm, first, second = f"{module}visual.", *parts
+    block, last = f"{before}blocks.{{n}}.", f"{before}merger."
+    table = {
+        f"{before}patch_embed.proj.weight": "e c k y x -> k y x c e",
+        f"{before}patch_embed.proj.bias": "e -> e",
+        f"{before}pos_embed.weight": "t e -> t e",
+        **_norm(f"{block}norm1"),
+        **_norm(f"{block}norm2"),
+        f"{block}attn.qkv.weight": "n (h d) e -> e (n h) d",
+        f"{block}attn.qkv.bias": "n (h d) -> (n h) d",
+        f"{block}attn.proj.weight": "e (h d) -> h d e",
+        f"{block}attn.proj.bias": "e -> e",
+        **_linear(f"{block}mlp.linear_fc1", "e", "f"),
+        **_linear(f"{block}mlp.linear_fc2", "f", "e"),
+        **_norm(last + norm),
+        **_linear(last + first, "w", "z"),
+        **_linear(last + second, "w", "o"),
+    }
+    if merger_list:
+        deep = f"{before}{merger_list}.{{m}}."
+        table |= {
+            **_norm(deep + norm, "w"),
+            **_linear(deep + first, "w", "z"),
+            **_linear(deep + second, "w", "o"),
+        }
+    names = (
+        (rf"^{re.escape(last)}", f"vision_encoder.{kind}VisionProjector_0.merger."),
+        (rf"^{re.escape(before)}", f"vision_encoder.{kind}VisionEncoder_0."),
+        *_QWEN_NAMES,
+    )
+    sizes = _deep_sizes if merger_list else _merged_sizes
+    return _Tower(table, names, ((module, "visual.pos_embed.weight"),), sizes)
+
+
+def _merged_sizes(read: Section, dims: Dims) -> dict[str, int]:
+    sizes = _block_sizes(read, "depth", "num_heads")
+    patch = read.integer("patch_size", bounds=(1, _MOST_PIXELS))
+    merged = sizes["e"] * read.integer("spatial_merge_size", 2, bounds=(1, _MOST_PIXELS)) ** 2
+    if read.get("deepstack_visual_indexes") and dims.family == "qwen3_5_moe":
+        found = read.get("deepstack_visual_indexes")
+        read.raise_error("deepstack_visual_indexes", f"none, as in {dims.family}", found)
+    return sizes | {
+        "c": read.integer("in_channels", 3, bounds=_EXTENTS),
+        "k": read.integer("temporal_patch_size", 2, bounds=_EXTENTS),
+        "y": patch,
+        "x": patch,
+        "t": read.integer("num_position_embeddings", bounds=_EXTENTS),
+        "w": merged,
+        "z": merged,
+        "o": read.integer("out_hidden_size", bounds=_EXTENTS),
+    }
+
+
+def _deep_sizes(read: Section, dims: Dims) -> dict[str, int]:
+    sizes = _merged_sizes(read, dims)
+    key = read.need("deepstack_visual_indexes")
+    return sizes | {"{m}": len(read.integers(key, bounds=(0, sizes["{n}"] - 1)))}
+
+
 _TOWERS: Mapping[str, Mapping[str, _Tower]] = {
     "maxtext": {
         "gemma3": _GEMMA3_MAXTEXT,
         "llama4": _LLAMA4_MAXTEXT,
         "gemma4": _GEMMA4_MAXTEXT,
+        "qwen3_vl": _qwen("Qwen3VL", "model.", "deepstack_merger_list"),
+        "qwen3_vl_moe": _qwen("Qwen3VL", "model.", "deepstack_merger_list"),
+        "qwen3_omni_moe": _qwen(
+            "Qwen3OmniMoe", "thinker.", "merger_list", parts=("ln_q", "mlp.0", "mlp.2")
+        ),
+        "qwen3_5_moe": _qwen("Qwen3_5Moe", "model."),
     },
 }
 VISION: dict[str, tuple[str, ...]] = {side: tuple(towers) for side, towers in _TOWERS.items()}
