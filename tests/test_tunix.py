@@ -6,6 +6,7 @@ package imports by itself: it is left out.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -22,6 +23,7 @@ pytest.importorskip("transformers")
 import torch
 from family_models import copy, make, unused_keys_and_values
 from flax import nnx
+from vision_models import make_whole
 
 import orbax_safetensors_layout as osl
 
@@ -142,3 +144,29 @@ def test_logits_of_the_real_model(tmp_path, name):
         mask = jnp.broadcast_to(jnp.tri(11, dtype=bool), (2, 11, 11))
         logits, _ = model(jnp.asarray(tokens, jnp.int32), positions, None, mask)
     np.testing.assert_allclose(np.asarray(logits), expected, rtol=3e-4, atol=3e-4)
+
+
+def test_images_of_the_real_model(tmp_path):
+    """What Gemma 3's vision encoder and projector make of them, as those of transformers."""
+    module = importlib.import_module("tunix.models.gemma3.model")
+    vision = importlib.import_module("tunix.models.gemma3.vision")
+    folder, config, _, theirs = make_whole("gemma3", tmp_path, dtype="float32")
+    tower = vision.SigLIPConfig(
+        num_mm_tokens_per_image_prepool=36, num_mm_tokens_per_image=9, image_height=84,
+        image_width=84, width=24, depth=2, mlp_dim=40, num_heads=2,
+    )  # fmt: skip
+    images = np.random.default_rng(0).random((2, 3, 84, 84), np.float32)
+    with torch.no_grad():
+        expected = theirs.model.get_image_features(torch.from_numpy(images)).pooler_output
+    with jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("highest"):
+        ours = model_config(module, "gemma3", config["text_config"])
+        ours = dataclasses.replace(ours, vision_config=tower)
+        made = nnx.eval_shape(lambda: module.Gemma3(ours, rngs=nnx.Rngs(0)))
+        graph, params, rest = nnx.split(made, nnx.Param, ...)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
+        mapping = osl.families.mapping(folder, target="tunix", vision=True)
+        filled = osl.load(folder, abstract, mapping=mapping)
+        features = nnx.merge(graph, filled, rest)._encode_vision(
+            jnp.asarray(images).transpose(0, 2, 3, 1)[:, None]
+        )
+    np.testing.assert_allclose(np.asarray(features)[:, 0], expected, rtol=3e-4, atol=3e-4)

@@ -41,7 +41,7 @@ _AUDIO = {
 }  # fmt: skip
 
 
-def make_whole(name: str, folder, **vision) -> Saved:
+def make_whole(name: str, folder, dtype="bfloat16", **vision) -> Saved:
     """Builds the model, with `vision` in the configuration of its tower, and saves it."""
     import torch
     import transformers
@@ -50,12 +50,14 @@ def make_whole(name: str, folder, **vision) -> Saved:
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     text = text_config_of(kind)(**DIMS | ids | changes)
     parts = {"text_config": text.to_dict(), "vision_config": SIZES[name] | vision}
+    if name == "gemma3":
+        parts["mm_tokens_per_image"] = 9
     if kind == "Qwen3OmniMoe":
         kind, parts["audio_config"] = f"{kind}Thinker", _AUDIO
     config = getattr(transformers, f"{kind}Config")(**parts)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    model = model.eval().to(torch.bfloat16)
+    model = model.eval().to(getattr(torch, dtype))
     with torch.no_grad():
         for tensor in [*model.parameters(), *_saved_buffers(model)]:
             tensor.copy_(torch.randn(tensor.shape) * 0.2)

@@ -156,7 +156,30 @@ def omni(tensors, vision):
     return qwen("Qwen3OmniMoe", "visual.", "merger_list", _OMNI_PARTS)(plain, vision)
 
 
+def gemma3_tunix(tensors, vision):
+    t = {name.removeprefix("vision_tower."): array for name, array in tensors.items()}
+    encoder = {}
+    kernel = t["embeddings.patch_embedding.weight"]
+    encoder["embedding.kernel"] = np.einsum("ochw->hwco", kernel)
+    encoder["embedding.bias"] = t["embeddings.patch_embedding.bias"]
+    encoder["pos_embedding"] = t["embeddings.position_embedding.weight"][None]
+    _put(encoder, "transformer.encoder_norm", t, "post_layernorm", "scale", turn=False)
+    for i in range(vision["num_hidden_layers"]):
+        layer, block = f"encoder.layers.{i}.", f"transformer.blocks.{i}."
+        for n in (1, 2):
+            _put(encoder, f"{block}ln{n}", t, f"{layer}layer_norm{n}", "scale", turn=False)
+            _put(encoder, f"{block}mlp.fc{n}", t, f"{layer}mlp.fc{n}")
+        for name, source in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "out")):
+            _put(encoder, f"{block}attn.{name}_proj", t, f"{layer}self_attn.{source}_proj")
+    return {
+        **{f"vision_encoder.siglip_encoder.{name}": a for name, a in encoder.items()},
+        "embedder.mm_input_projection.w": t["multi_modal_projector.mm_input_projection_weight"],
+        "embedder.mm_soft_embedding_norm.scale": t["multi_modal_projector.mm_soft_emb_norm.weight"],
+    }
+
+
 VISION_REFERENCES = {
+    ("tunix", "gemma3"): gemma3_tunix,
     ("maxtext", "gemma3"): gemma3,
     ("maxtext", "llama4"): llama4,
     ("maxtext", "gemma4"): gemma4,

@@ -27,9 +27,9 @@ _JOINED = ("query", "key", "value")  # as they are joined in one tensor
 _Table = Mapping[str, str]
 """Tensors, as published files name them, and their axes before and after.
 
-`{n}` is the number of a layer. Axes are e (hidden size), f (of an MLP), h (heads), d (of a head),
-c (channels), y and x (pixels of a patch), t (positions), u (hidden size of the language model);
-n is what is joined.
+`{n}` is the number of a layer. Axes are e and p (hidden size), f (of an MLP), h (heads), d (of a
+head), c (channels), y and x (pixels of a patch), t (positions), u (hidden size of the language
+model); n is what is joined.
 """
 
 
@@ -119,7 +119,7 @@ def _block_sizes(read: Section, layers: str, heads: str) -> dict[str, int]:
     if e % h:
         read.raise_error(heads, f"a divisor of the hidden_size {e:,}", h)
     n = read.integer(layers, bounds=_MOST_LAYERS)
-    return {"e": e, "f": f, "h": h, "d": e // h, "{n}": n}
+    return {"e": e, "p": e, "f": f, "h": h, "d": e // h, "{n}": n}
 
 
 def _square_sizes(read: Section, dims: Dims) -> dict[str, int]:
@@ -181,6 +181,31 @@ _GEMMA3_MAXTEXT = _Tower(
     _square_sizes,
     shifted=f"{_PROJECTOR}mm_soft_emb_norm.weight",  # `scale_rmsnorm`, as the language model's
 )
+_GEMMA3_TUNIX = _Tower(
+    {
+        **_SIGLIP,
+        **{
+            tensor: axes
+            for x in ("q", "k", "v", "out")
+            for tensor, axes in _linear(f"{_BLOCK}self_attn.{x}_proj", "e", "p").items()
+        },
+    },
+    (
+        *_SIGLIP_NAMES,
+        (rf"^{re.escape(_TOWER)}", "vision_encoder.siglip_encoder."),
+        (rf"^{re.escape(_PROJECTOR)}", "embedder."),
+        ("post_layernorm", "transformer.encoder_norm"),
+        (r"encoder\.layers", "transformer.blocks"),
+        ("layer_norm", "ln"),
+        ("self_attn", "attn"),
+        (r"\bq_", "query_"),
+        (r"\bk_", "key_"),
+        (r"\bv_", "value_"),
+    ),
+    _SIGLIP_MODULES,
+    _square_sizes,
+)
+
 
 # Llama 4; a is the width of the adapter, v that of its outputs.
 
@@ -402,6 +427,7 @@ _TOWERS: Mapping[str, Mapping[str, _Tower]] = {
         ),
         "qwen3_5_moe": _qwen("Qwen3_5Moe", "model."),
     },
+    "tunix": {"gemma3": _GEMMA3_TUNIX},
 }
 VISION: dict[str, tuple[str, ...]] = {side: tuple(towers) for side, towers in _TOWERS.items()}
 """The model sides that have vision models, and of which families."""
