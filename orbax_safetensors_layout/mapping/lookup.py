@@ -17,8 +17,8 @@ from .families.ready import Options
 from .rules import Mapping
 
 FORMS = (
-    "FAMILY[:TARGET[-scanned|-unscanned][-quantized]] ('llama:maxtext-scanned'; 'auto' takes the"
-    " family from config.json), MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE"
+    "FAMILY[:TARGET[-scanned|-unscanned][-quantized][-vision]] ('llama:maxtext-scanned'; 'auto'"
+    " takes the family from config.json), MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE"
 )
 """The forms of a name, for the help of a command."""
 
@@ -27,6 +27,7 @@ _WORDS: dict[str, Options] = {
     "scanned": {"scan": True},
     "unscanned": {"scan": False},
     "quantized": {"quantized": "keep"},
+    "vision": {"vision": True},
 }
 _FAMILIES = families.TARGETS["plain"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from vision_references import VISION_REFERENCES
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.mapping import families
+from orbax_safetensors_layout.mapping import families, find_mapping
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers
 
@@ -251,3 +252,56 @@ def test_mergers_of_single_layers_are_not_for_stacked_ones(whole, name):
     ]
     assert any(".layers.mlp" in leaf or ".layers.moe" in leaf for leaf in leaves)
     assert not any("merger_" in leaf for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_malformed_configurations(whole, name):
+    """Any value of any key is a mapping or a refusal, and at once."""
+    config = whole(name).config
+    values = (None, True, "x", 1.5, float("nan"), -1, 0, 1 << 10, 1 << 40, [], [1], {}, {"a": 1})
+    for target in NAMES[name]:
+        for vision in values[1:]:
+            if vision != {}:
+                with pytest.raises(MappingError, match="vision_config"):
+                    families.mapping(config | {"vision_config": vision}, target=target, vision=True)
+        for key in config["vision_config"]:
+            for value in values:
+                vision = config["vision_config"] | {key: value}
+                try:
+                    families.mapping(config | {"vision_config": vision}, target=target, vision=True)
+                except MappingError as error:
+                    if "'vision_config." not in str(error):
+                        raise
+
+
+def test_the_table_of_vision_models():
+    """`docs/families.md` has a row for each family that has one, and `osl.families.VISION` too."""
+    text = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    section = text.partition("\n## Vision\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:3] == "| `"]
+    listed = {
+        family: [side.startswith("yes") for side in sides]
+        for names, *sides in rows
+        for family in re.findall(r"`(\w+)`", names)
+    }
+    assert listed == {
+        family: [family in families.VISION[side] for side in ("maxtext", "tunix")]
+        for family in families.VISION["maxtext"]
+    }
+    tested = {family_of(name): targets for name, targets in NAMES.items()}
+    assert tested == {
+        family: tuple(side for side in ("maxtext", "tunix") if family in families.VISION[side])
+        for family in families.VISION["maxtext"]
+    }
+    for target, names in families.VISION.items():
+        assert set(names) <= set(families.TARGETS[target])
+
+
+def test_the_name_on_a_command_line(whole):
+    folder = whole("gemma3").folder
+    for name, options in (
+        ("gemma3:maxtext-unscanned-vision", {"target": "maxtext", "scan": False}),
+        ("auto:tunix-vision", {"target": "tunix"}),
+    ):
+        expected = families.mapping(folder, vision=True, **options)
+        assert repr(find_mapping(name, folder)) == repr(expected)
