@@ -3,7 +3,8 @@
 
 python3 .ci/do.py quickstart [PATH]      install, run examples/quickstart.py
 python3 .ci/do.py test [PYTEST ARGS]     install, run the whole test suite
-python3 .ci/do.py test-oldest [...]      the same with the oldest supported dependencies
+python3 .ci/do.py test-oldest [...]      the same with the oldest supported dependencies, without
+                                         what is slow (-m "not soak": with it)
 python3 .ci/do.py lint                   install, run ruff and mypy
 python3 .ci/do.py docs                   install, build the site into `site/`
 python3 .ci/do.py beside                 resolve an installation beside Tunix, and beside MaxText
@@ -57,12 +58,13 @@ class Task(NamedTuple):
 
 
 PYTEST = ("-m", "pytest", "--numprocesses=auto", "--dist=loadfile")
+QUICK = "not soak and not slow"
 # Of the soak set single tests take minutes.
 LONG = ("-o", "timeout=3600", "-o", "faulthandler_timeout=3660")
 TASKS = {
     "quickstart": Task("examples", (("examples/quickstart.py",),)),
     "test": Task("test", (PYTEST,), models=True, torch_extra="test-transformers"),
-    "test-oldest": Task("test", (PYTEST,), models=True, oldest=True),
+    "test-oldest": Task("test", ((*PYTEST, "-m", QUICK),), models=True, oldest=True),
     "lint": Task(
         "dev",
         (("-m", "ruff", "check"), ("-m", "ruff", "format", "--check"), ("-m", "mypy")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from orbax_safetensors_layout.reading import (
     ReplicaExchange,
     ResolvedLeaf,
     SavedMetadata,
+    SourcedLeaf,
     VerifyingReader,
     adopts,
     exchanging,
@@ -36,6 +37,7 @@ from orbax_safetensors_layout.reading import (
     load_group,
     processes_per_host,
     resolve_leaves,
+    source_leaves,
     steps_of,
 )
 from orbax_safetensors_layout.runtime import (
@@ -154,7 +156,8 @@ def begin_requested(source: Catalog | PathLike, request: LoadRequest) -> Callabl
             storage = _verifying(catalog)
         shards = ProcessShards(processes_per_host=processes_per_host(group, options))
         exchange = jax.process_index() in processes
-        planned = _plan(catalog, storage, request, shards, exchange=exchange, devices=True)
+        sourced = _SourcedLoad.of(catalog, request, devices=True)
+        planned = _plan(sourced, storage, shards, exchange=exchange)
         if jax.process_count() > 1:
             _log_cost(catalog.path, ReadPlan.joined(planned.plans).cost())
         opened = on_error.pop_all()
@@ -208,23 +211,35 @@ class _PlannedLoad(NamedTuple):
     merged: tuple[str, ...] = ()  # digests of adapters
 
 
+class _SourcedLoad(NamedTuple):
+    """The part of a load that is the same for all processes."""
+
+    catalog: Catalog
+    request: LoadRequest
+    tree: AbstractTree
+    leaves: list[SourcedLeaf]
+    devices: bool  # whether shardings must have some
+
+    @classmethod
+    def of(cls, catalog: Catalog, request: LoadRequest, *, devices: bool) -> _SourcedLoad:
+        """Return the leaves of a load, and the arrays of the checkpoint that they are."""
+        tree = _abstract_tree(catalog, request, devices=devices)
+        _, mapping, only, options = request
+        strict = options.strict and only is None  # what `only` leaves out is not unexpected
+        leaves = source_leaves(catalog, tree, mapping, strict=strict)
+        return cls(catalog, request, tree, leaves, devices)
+
+
 def _plan(
-    catalog: Catalog,
-    storage: RangeReader,
-    request: LoadRequest,
-    shards: ProcessShards,
-    *,
-    exchange: bool,
-    devices: bool,
+    sourced: _SourcedLoad, storage: RangeReader, shards: ProcessShards, *, exchange: bool
 ) -> _PlannedLoad:
-    """Plans what a process reads from `storage`; `devices` refuses shardings without devices.
+    """Plans what a process reads from `storage`.
 
     With `exchange` it may get from others what they hold, too.
     """
-    tree = _abstract_tree(catalog, request, devices=devices)
-    _, mapping, only, options = request
-    strict = options.strict and only is None  # what `only` leaves out is not unexpected
-    leaves = resolve_leaves(catalog, tree, shards, mapping=mapping, strict=strict, devices=devices)
+    catalog, (_, mapping, _, options), tree, _, devices = sourced
+    catalog.prefer(shards.process_index)
+    leaves = resolve_leaves(sourced.leaves, shards, devices=devices)
     with frozen_heap():  # of what has come since the load began
         steps = steps_of(catalog, leaves, shards, options, exchange=exchange)
     reader = ArrayReader(
@@ -340,15 +355,18 @@ def plan_load(
         frozen_heap(),
     ):
         shards = ProcessShards(process_index, process_count)
-        return plan_requested(catalog, LoadRequest(abstract, mapping, only, options), shards)
+        return next(plan_each(catalog, LoadRequest(abstract, mapping, only, options), [shards]))
 
 
-def plan_requested(catalog: Catalog, request: LoadRequest, shards: ProcessShards) -> ReadPlan:
-    """Plans as `plan_load` does, from a catalog that is open, which stays so."""
-    exchange = shards.process_index in request.processes(shards.process_count)
-    storage = catalog.storage
-    planned = _plan(catalog, storage, request, shards, exchange=exchange, devices=False)
-    return ReadPlan.joined(planned.plans)
+def plan_each(
+    catalog: Catalog, request: LoadRequest, each: Iterable[ProcessShards]
+) -> Iterator[ReadPlan]:
+    """Yields what `plan_load` returns for each process, from a catalog that is open, and stays."""
+    sourced = _SourcedLoad.of(catalog, request, devices=False)
+    for shards in each:
+        exchange = shards.process_index in request.processes(shards.process_count)
+        planned = _plan(sourced, catalog.storage, shards, exchange=exchange)
+        yield ReadPlan.joined(planned.plans)
 
 
 def _explicit_transfer() -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.format import TensorEntry, storage_dtype
-from orbax_safetensors_layout.load import LoadRequest, plan_requested
+from orbax_safetensors_layout.load import LoadRequest, plan_each
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan import (
@@ -87,9 +87,8 @@ def plan_tree(
     worst: dict[str, LeafCost] = {}
     specs = {leaf.name: leaf.spec for leaf in leaves}
     with frozen_heap():
-        for process in processes:  # one plan in memory at a time
-            shards = ProcessShards(process, mesh.processes)
-            plan = plan_requested(catalog, request, shards)
+        shards = (ProcessShards(process, mesh.processes) for process in processes)
+        for plan in plan_each(catalog, request, shards):  # one in memory at a time
             costs.append(plan.cost())
             held.append(sum(leaf.local.elements for leaf in plan.leaves))
             _add_leaf_costs(worst, plan, specs)

@@ -15,7 +15,14 @@ from .replica_exchange import (
     processes_per_host,
     steps_of,
 )
-from .resolve import ResolvedLeaf, adopts, check_holdable, resolve_leaves
+from .resolve import (
+    ResolvedLeaf,
+    SourcedLeaf,
+    adopts,
+    check_holdable,
+    resolve_leaves,
+    source_leaves,
+)
 from .saved_metadata import SavedMetadata
 from .stored_values import check_booleans
 from .verifying import VerifyingReader, file_blocks, file_crc32, read_digests

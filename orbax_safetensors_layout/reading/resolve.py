@@ -33,8 +33,16 @@ from orbax_safetensors_layout.sharding import (
 )
 
 
+class SourcedLeaf(NamedTuple):
+    """A leaf of an abstract tree, and name and source of the array of the checkpoint."""
+
+    abstract: AbstractLeaf
+    name: str
+    source: ArraySource
+
+
 class ResolvedLeaf(NamedTuple):
-    """A leaf of an abstract tree, and the array of the checkpoint that it is."""
+    """A leaf of an abstract tree, and the part of its array that a process needs."""
 
     number: int  # its number among the abstract leaves of the tree
     abstract: AbstractLeaf
@@ -56,28 +64,14 @@ def _on_cpu(placement: Placement) -> bool:
 
 
 def resolve_leaves(
-    catalog: Catalog,
-    tree: AbstractTree,
-    shards: ProcessShards,
-    *,
-    mapping: Mapping | None,
-    strict: bool,
-    devices: bool,
+    sourced: Sequence[SourcedLeaf], shards: ProcessShards, *, devices: bool
 ) -> list[ResolvedLeaf]:
-    """Resolves the leaves of an abstract tree to arrays of a checkpoint.
-
-    Without a mapping each is the tensor of its name; `strict` refuses tensors that the tree does
-    not name. `devices` refuses shardings without devices.
-    """
-    parsed = [abstract for abstract in tree.parsed if abstract is not None]
-    catalog.prefer(shards.process_index)
-    names, sources = _sources(catalog, tree, parsed, mapping, strict)
+    """Resolves leaves to what a process needs of them; `devices` refuses shardings without any."""
     problems: list[MismatchError] = []
     leaves: list[ResolvedLeaf] = []
     # For leaves of one shape, dtype and placement the last three fields of `ArrayRegion`.
     fits: dict[tuple[object, ...], tuple[AddressableShards, np.dtype, bool]] = {}
-    for abstract, name in zip(parsed, names, strict=True):
-        source = sources[name]
+    for abstract, name, source in sourced:
         shape, stored = source.shape, source.dtype
         asked = abstract.dtype or stored
         key = (shape, stored, abstract.shape, asked, abstract.placement, abstract.key_impl)
@@ -108,14 +102,15 @@ def resolve_leaves(
     return leaves
 
 
-def _sources(
-    catalog: Catalog,
-    tree: AbstractTree,
-    parsed: Sequence[AbstractLeaf],
-    mapping: Mapping | None,
-    strict: bool,
-) -> tuple[list[str], dict[str, ArraySource]]:
-    """The name of the array of each leaf, and the arrays by name."""
+def source_leaves(
+    catalog: Catalog, tree: AbstractTree, mapping: Mapping | None, *, strict: bool
+) -> list[SourcedLeaf]:
+    """Finds the arrays of a checkpoint that the leaves of an abstract tree are.
+
+    Without a mapping each is the tensor of its name; `strict` refuses tensors that the tree does
+    not name.
+    """
+    parsed = [abstract for abstract in tree.parsed if abstract is not None]
     if mapping is None:
         names = [stored_name(catalog, abstract) for abstract in parsed]
         try:
@@ -150,7 +145,8 @@ def _sources(
         for leaf, source in sources.items():
             if leaf not in asked and isinstance(source, MappedSource):
                 check_left_out(leaf, source.bound)
-    return names, sources
+    pairs = zip(parsed, names, strict=True)
+    return [SourcedLeaf(abstract, name, sources[name]) for abstract, name in pairs]
 
 
 def stored_name(catalog: Catalog, abstract: AbstractLeaf) -> str:

@@ -8,6 +8,7 @@ from programs import run_alone
 MOST_GROWTH_BYTES = 40_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is asked of Linux")
 @pytest.mark.parametrize("cycles", [20, pytest.param(500, marks=pytest.mark.soak)])
 @pytest.mark.timeout(1800)

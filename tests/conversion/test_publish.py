@@ -442,6 +442,7 @@ def test_arguments_that_have_no_meaning(tmp_path, arguments):
 # Several processes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_processes_publish_and_pull_together(tmp_path, path, tensors, processes, is_mapped):  # noqa: F811

@@ -175,6 +175,7 @@ def test_loads_from_a_failing_server(place, tmp_path, seeds):
     run_seeds_of_server(run, seeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(10), pytest.param(range(1000, 1200), marks=pytest.mark.soak)]
 )

@@ -33,6 +33,7 @@ def copied(source, target, last):
         shutil.copytree(source / name, target / name)
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("version", [2, 3])  # differences, and a whole one
 def test_a_killed_publisher(versions, fork_server, tmp_path, version, step):

@@ -93,6 +93,7 @@ def web_run(folder, options=OPTIONS, loads=1, expected=TENSORS) -> Callable[[ran
     return run
 
 
+@pytest.mark.slow
 def test_hub_that_fails(folder, monkeypatch):
     check_seeds(hub_run(folder, monkeypatch), SHORT)
 
@@ -101,6 +102,7 @@ def test_web_server_that_fails(folder):
     check_seeds(web_run(folder), SHORT)
 
 
+@pytest.mark.slow
 def test_web_server_that_fails_behind_a_cache(tmp_path):
     tensors = checkpoints.llama_like(hidden=256)  # more than comes with the headers
     folder = checkpoints.save(tmp_path / "model", tensors, files=3)

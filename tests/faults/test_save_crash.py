@@ -70,6 +70,7 @@ def folder(tmp_path, fork_server):
     return folder
 
 
+@pytest.mark.slow
 def test_killed_before_each_system_call(fork_server, folder):
     """Each crash is followed by a save that succeeds, over whatever the crash left."""
     status, calls, _ = save(fork_server, folder, 2)
@@ -132,6 +133,7 @@ def test_a_first_save_that_is_killed_leaves_no_checkpoint(fork_server, tmp_path)
         assert os.listdir(target.parent) == ["x"]
 
 
+@pytest.mark.slow
 def test_killed_where_two_folders_cannot_be_exchanged(fork_server, folder):
     """As on NFS: for an instant nothing stands there, with both beside it."""
     status, calls, _ = save(fork_server, folder, 2, exchange=False)

@@ -572,6 +572,7 @@ def test_piece_names_are_unique() -> None:
 # Size.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boxed", [False, True])
 def test_92_000_leaves(boxed: bool) -> None:
     names = [f"model.layers.{i}.mlp.experts.{i % 256}.down_proj.weight" for i in range(92_000)]

@@ -34,6 +34,7 @@ def expected(document):
             yield None, key, raw(value)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @example({}, {"opened": {}, "a": {"opened": 1}}, None, 512)
 @given(OBJECTS, OBJECTS, st.sampled_from([None, 1]), st.sampled_from([512, 8192]))

@@ -51,7 +51,15 @@ def kinds(names):
     return specs
 
 
-@pytest.mark.parametrize(("name", "target", "scan"), CASES)
+def cases(*in_default_set):
+    """All; others than these, by target and scan, in the soak set."""
+    for case in CASES:
+        yield pytest.param(*case, marks=() if case[1:] in in_default_set else pytest.mark.soak)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "scan"), cases(("plain", True), ("maxtext", True), ("tunix", False))
+)
 def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
     folder, _, tensors, _ = saved[name]
     mapping = families.mapping(folder, target=target, scan=scan)
@@ -62,13 +70,7 @@ def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
             refused(functools.partial(mapping.abstract, lacking), removed)
 
 
-@pytest.mark.parametrize(
-    ("name", "target", "scan"),
-    [
-        pytest.param(*case, marks=() if case[1:] == ("plain", True) else pytest.mark.soak)
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize(("name", "target", "scan"), cases(("plain", True)))
 def test_each_tensor_is_needed(saved, name, target, scan):
     folder, _, tensors, _ = saved[name]
     mapping = families.mapping(folder, target=target, scan=scan)

@@ -86,6 +86,7 @@ def test_processes_that_load_differently_are_told(path, where):
         assert ": it has something else" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["killed", "gather"])
 def test_the_others_end_when_one_is_killed(path, where):
     results = run_processes(
@@ -96,6 +97,7 @@ def test_the_others_end_when_one_is_killed(path, where):
         assert seconds < PROMPT_SECONDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("processes", "sizes", "budget"),

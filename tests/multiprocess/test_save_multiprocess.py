@@ -139,6 +139,7 @@ def test_what_one_process_cannot_open_is_the_error_of_all(tmp_path, source, kind
     assert max(seconds) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "process"),
     [

@@ -54,6 +54,7 @@ def problems(draw):
     return leaves, processes, ExchangeLimits(most, stage, gap)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(problem=problems())
 def test_every_byte_is_read_once_and_fits_its_round(problem):

@@ -105,6 +105,7 @@ def test_slabs_that_stand_between_one_another_s_elements(tmp_path, columns):
         assert_same_bits(np.asarray(loaded["leaf"]), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_what_numpy_takes_each_byte_once(data):

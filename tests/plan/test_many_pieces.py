@@ -150,6 +150,7 @@ def test_a_piece_of_another_shape_is_named(folder):
     assert set(osl.load(folder, only=others)) == set(others)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is asked of /proc")
 @pytest.mark.parametrize(
     ("doing", "most_bytes"), [("plan", 50e6), ("consolidate", 75e6), ("convert", 75e6)]

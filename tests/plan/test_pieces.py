@@ -11,6 +11,7 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+import pytest
 from boxes import grid_boxes
 from checkpoints import assert_same_bits, random_tensor, save
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -163,6 +164,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(*CASES)
 def test_every_box_is_what_numpy_makes_of_it(case, files, latency, most_bytes, budget):

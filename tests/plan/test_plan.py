@@ -80,6 +80,7 @@ def deepseek():
     return module
 
 
+@pytest.mark.slow
 def test_a_deepseek_sized_index_is_planned_from_its_headers(tmp_path):
     """Its time and memory are measured by `benchmarks/plan.py`; here the numbers must be right."""
     deepseek().make_deepseek_index(tmp_path)

@@ -35,7 +35,7 @@ def model(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is asked of /proc")
 @pytest.mark.parametrize("name", ["deepseek", "llama"])
-@pytest.mark.parametrize("hosts", [64, 256, 1024])
+@pytest.mark.parametrize("hosts", [64, pytest.param(256, marks=pytest.mark.soak), 1024])
 def test_in_little_memory_and_without_jax(model, name, hosts):
     arguments = ["--mesh", f"fsdp={hosts},tensor=4", "--hosts", hosts]
     out = run_alone("plan_large.py", model(name), *arguments)

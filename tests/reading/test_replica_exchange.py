@@ -62,6 +62,7 @@ def test_every_dtype_under_every_sharding_has_the_same_bits(tmp_path, budget):
         jax.config.update("jax_enable_x64", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [2 << 30, 1])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -866,6 +866,7 @@ class Gate:
         self._opened.set()
 
 
+@pytest.mark.slow
 def test_two_saves_to_one_path_at_once(tmp_path):
     """As when every task of a job believes that it is the only one. One may fail, none may tear."""
     values = [np.full(30_000, number, np.float32) for number in (1, 2)]
@@ -1111,10 +1112,11 @@ def most_live(folder, threads, budget, large, file_count=1):
         "column",
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in (
-                "column of three", "sharded", "cast", "long rows", "one long row", "packed",
-                "four bits", "fortran", "flushed", "files", "files flushed",
-            )
+            for kind in ("column of three", "sharded", "cast", "one long row", "files flushed")
+        ),
+        *(
+            pytest.param(kind, marks=pytest.mark.soak)
+            for kind in ("long rows", "packed", "four bits", "fortran", "flushed", "files")
         ),
     ],
 )  # fmt: skip

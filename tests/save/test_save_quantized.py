@@ -96,6 +96,7 @@ def test_groups_are_the_nearest_numbers(tmp_path, kind, dtype):
             assert np.abs(group - stored_as).max() <= bound, (i, j)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_sharding_gives_the_same_files(tmp_path_factory, data):
@@ -470,7 +471,14 @@ def test_a_conversion_of_a_quantised_folder_to_another_format(tmp_path):
     assert config["quantization_config"]["format"] == "pack-quantized"
 
 
-@pytest.mark.parametrize("kind", ["fp8_block", "int4", "nvfp4", "like"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("nvfp4", "like"),
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("fp8_block", "int4")),
+    ],
+)
 def test_the_peak_memory_beside_a_large_weight(tmp_path, kind):
     """256 MB are quantised in rows; each thread has some, and their values in float32.
 
@@ -494,7 +502,10 @@ def test_the_peak_memory_of_several_processes(tmp_path, kind):
     assert max(grown) < 96 << 20
 
 
-@pytest.mark.parametrize("kind", ["fp8_block", "nvfp4", "like"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["nvfp4", "like", pytest.param("fp8_block", marks=pytest.mark.soak)]
+)
 def test_the_peak_memory_of_a_conversion(tmp_path, kind):
     """Of 128 MB a few rows are in memory; also where few scales take all of them."""
     environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}

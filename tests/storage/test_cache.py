@@ -558,6 +558,7 @@ def test_the_bound_holds_while_processes_fill_it(web, cache, fork_server):
         assert child.said[-1].items() <= expected.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kills", [10, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 )

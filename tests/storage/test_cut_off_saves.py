@@ -77,6 +77,7 @@ def check_outcome(target, error):
     assert not copy or trees_equal(osl.load(copy[1]), NEW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "calls",
     [(cloud_commit._BucketClaim, "check"), (obstore, "copy"), (obstore, "list_with_delimiter")],

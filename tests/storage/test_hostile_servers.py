@@ -232,6 +232,7 @@ def test_a_hub_that_drips_and_repeats_its_token(tmp_path, monkeypatch):
             assert_no_secret(shown(end))
 
 
+@pytest.mark.slow
 def test_mutated_answers(server):
     check_lies(server, 0, least=60)
 

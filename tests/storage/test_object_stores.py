@@ -249,6 +249,7 @@ def crash_after(changes):
 OTHER = {"a": np.arange(9.0) + 5, "d": np.ones(2), "step": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hf", "sharded", "one file"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_crash_never_leaves_what_passes_for_a_checkpoint(place, layout, overwrite):
