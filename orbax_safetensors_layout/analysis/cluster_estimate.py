@@ -254,7 +254,7 @@ def _leaf_costs(cluster: ClusterPlan) -> tuple[LeafCost, ...]:
             read = sum(alone.read_bytes for alone in shards.requests)
             count = sum(alone.requests for alone in shards.requests)
             regions = [region for alone in shards.requests for region in alone.request.regions]
-            needed = sum(region.read.runs.total_bytes for region in regions)
+            needed = sum(region.read.needed_bytes for region in regions)
             costs.append((read, count, needed))
         read, count, needed = max(costs, default=(0, 0, 0))
         if number in cluster.exchanged:

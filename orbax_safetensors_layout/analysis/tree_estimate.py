@@ -160,7 +160,7 @@ def _add_leaf_costs(worst: dict[str, LeafCost], plan: ReadPlan, specs: dict[str,
     requests = [0] * len(plan.leaves)
     for batch in plan.batches:
         for region in batch.regions:
-            requests[region.leaf] += region.read.storage_requests(plan.profile)
+            requests[region.leaf] += region.read.storage_requests
     for leaf, (name, needed, read), count in zip(
         plan.leaves, plan.by_tensor(), requests, strict=True
     ):

@@ -229,7 +229,7 @@ def _shard_classes(
             ClassRequest(
                 request,
                 sum(map(held, request.regions)),
-                *request.cost(profile),
+                *request.cost(),
                 SmallRequest.of(request, profile),
             )
             for request in requests_of(moved, held, most_held)

@@ -43,12 +43,12 @@ class Request(NamedTuple):
     @property
     def needed_bytes(self) -> int:
         """Bytes that the regions need; those of copies of one another once."""
-        return len({region.start for region in self.regions}) * self.read.runs.total_bytes
+        return len({region.start for region in self.regions}) * self.read.needed_bytes
 
-    def cost(self, profile: StorageProfile) -> tuple[int, int]:
+    def cost(self) -> tuple[int, int]:
         """Return bytes read and requests, where it is in no group."""
-        count = self.read.storage_requests(profile)
-        return self.read.storage_bytes() + count * self.added_bytes, count
+        count = self.read.storage_requests
+        return self.read.storage_bytes + count * self.added_bytes, count
 
 
 class RequestGroup(NamedTuple):
@@ -59,12 +59,15 @@ class RequestGroup(NamedTuple):
 
     @property
     def regions(self) -> tuple[ByteRegion, ...]:
+        if len(self.requests) == 1:
+            return self.requests[0].regions
         return tuple(region for request in self.requests for region in request.regions)
 
-    def cost(self, profile: StorageProfile) -> tuple[int, int]:
+    def cost(self) -> tuple[int, int]:
+        """Return bytes read and requests."""
         if len(self.requests) > 1:
             return self.requests[-1].stop - self.requests[0].start, 1
-        return self.requests[0].cost(profile)
+        return self.requests[0].cost()
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yields file and half-open byte ranges; long ones are read in several requests."""

@@ -79,7 +79,7 @@ class ReadPlan:
     @property
     def needed_bytes(self) -> int:
         """Bytes that leaves need, without the gaps that are read through."""
-        return sum(r.read.runs.total_bytes for batch in self.batches for r in batch.regions)
+        return sum(r.read.needed_bytes for batch in self.batches for r in batch.regions)
 
     def cost(self) -> Cost:
         """Return the cost of the plan for this process."""
@@ -90,7 +90,7 @@ class ReadPlan:
         composed: dict[ComposedArray, int] = {}  # and what of each the budget counts
         for group in self.groups():
             regions = group.regions
-            group_read, group_requests = group.cost(self.profile)
+            group_read, group_requests = group.cost()
             read, requests = read + group_read, requests + group_requests
             pads = [r.read.blocking.pad_bytes for r in regions if not r.read.direct]
             staged, padded = staged or bool(pads), padded or any(pads)
@@ -129,8 +129,8 @@ class ReadPlan:
         needed, read = [0] * len(self.leaves), [0] * len(self.leaves)
         for batch in self.batches:
             for region in batch.regions:
-                needed[region.leaf] += region.read.runs.total_bytes
-                read[region.leaf] += region.read.storage_bytes()
+                needed[region.leaf] += region.read.needed_bytes
+                read[region.leaf] += region.read.storage_bytes
         return [(leaf.name, n, r) for leaf, n, r in zip(self.leaves, needed, read, strict=True)]
 
     def __str__(self) -> str:

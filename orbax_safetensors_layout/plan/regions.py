@@ -174,9 +174,9 @@ def _padding(
     return inner + 1, _PAD_BYTES
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RegionPlan:
-    """The read of a region, in bytes from its first; shared by all that are equal."""
+    """The read of a region, in bytes from its first; the same object for all that are equal."""
 
     itemsize: int
     axes: tuple[Axis, ...]  # its dimensions, outermost in the file first
@@ -185,6 +185,7 @@ class RegionPlan:
     requests: StridedRuns  # the same with the gaps that are cheaper to read than to skip
     spans: StridedRuns | None  # where they go in memory, in file order; None where they are staged
     blocking: Blocking  # how a region that is staged is cut
+    request_bytes: int  # the longest request of one that is not staged
     gather: GatherAxis | None = None  # its slabs, if they are in no regular order
 
     @classmethod
@@ -223,7 +224,8 @@ class RegionPlan:
             if spans and spans.run_bytes < _DIRECT_SPAN_BYTES and spans.count > members:
                 spans = None
         blocking = Blocking.plan(axes, itemsize, requests.run_bytes, profile)
-        return cls(itemsize, axes, repeats, runs, requests, spans, blocking, gather)
+        most_bytes = profile.request_bytes
+        return cls(itemsize, axes, repeats, runs, requests, spans, blocking, most_bytes, gather)
 
     @property
     def direct(self) -> bool:
@@ -245,12 +247,18 @@ class RegionPlan:
             reach += (axis.extent - 1) * axis.source
         return True
 
-    def storage_requests(self, profile: StorageProfile) -> int:
+    @functools.cached_property
+    def needed_bytes(self) -> int:
+        return self.runs.total_bytes
+
+    @functools.cached_property
+    def storage_requests(self) -> int:
         requests = self.requests
         if self.direct:
-            return requests.count * -(-requests.run_bytes // profile.request_bytes)
+            return requests.count * -(-requests.run_bytes // self.request_bytes)
         return self.blocking.requests(self.axes)
 
+    @functools.cached_property
     def storage_bytes(self) -> int:
         if self.direct:
             return self.requests.total_bytes

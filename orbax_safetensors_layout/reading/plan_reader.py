@@ -253,7 +253,7 @@ class PlanReader:
         region = buffer_slice.region
         leaf = self._plan.leaves[region.leaf]
         if self._report is not None:
-            self._report.add(region.read.runs.total_bytes, leaf.name)
+            self._report.add(region.read.needed_bytes, leaf.name)
         if region.parts > 1:
             self._regions_done[region.tile] += 1
             if self._regions_done[region.tile] < region.parts:
