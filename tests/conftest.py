@@ -1,7 +1,6 @@
 """Eight virtual CPU devices, strict dtype promotion and no hub, set before anything is imported."""
 
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -59,13 +58,6 @@ def fork_server(request):
     server = ForkServer(request.module.PROGRAM)
     yield server
     server.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def older_objects_are_not_walked():
-    """A full collection would walk a million objects: a fifth of a second, in some tests many."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
