@@ -53,8 +53,10 @@ def kinds(names):
 
 def cases(*in_default_set):
     """All; others than these, by target and scan, in the soak set."""
-    for case in CASES:
-        yield pytest.param(*case, marks=() if case[1:] in in_default_set else pytest.mark.soak)
+    return [
+        pytest.param(*case, marks=() if case[1:] in in_default_set else pytest.mark.soak)
+        for case in CASES
+    ]
 
 
 @pytest.mark.parametrize(
