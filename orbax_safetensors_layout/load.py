@@ -361,7 +361,7 @@ def plan_load(
 def plan_each(
     catalog: Catalog, request: LoadRequest, each: Iterable[ProcessShards]
 ) -> Iterator[ReadPlan]:
-    """Yields what `plan_load` returns for each process, from a catalog that is open, and stays."""
+    """Yields what `plan_load` returns for each process, from an open catalog."""
     sourced = _SourcedLoad.of(catalog, request, devices=False)
     for shards in each:
         exchange = shards.process_index in request.processes(shards.process_count)

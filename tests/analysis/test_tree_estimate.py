@@ -27,3 +27,20 @@ def test_keys_sub_byte_elements_and_values(tmp_path, layout):
         found = estimate(tmp_path, MeshShape({"x": 4}, 2), rules, abstract=given)
         assert [cost.needed_bytes for cost in found.costs] == [(4 * 8 + 64) // 2] * 2
         assert found.device_bytes == (4 * 8 + 64) // 4
+
+
+def test_a_mapping_is_bound_once_for_all_processes(tmp_path, monkeypatch):
+    osl.save(tmp_path / "a", {"w": np.ones((8, 8), np.float32)})
+    bound = []
+    match = osl.Mapping.match
+    monkeypatch.setattr(
+        osl.Mapping, "match", lambda self, *names: bound.append(1) or match(self, *names)
+    )
+    counts = []
+    for hosts in (1, 4):
+        bound.clear()
+        mapping = osl.Mapping([osl.rule("v", osl.tensor("w"))])
+        mesh = MeshShape({"x": 8}, hosts)
+        estimate(tmp_path / "a", mesh, [*parse_rules(["'.*' = auto"])], mapping=mapping)
+        counts.append(len(bound))
+    assert counts[0] == counts[1] > 0
