@@ -8,9 +8,11 @@ python3 .ci/do.py test-oldest [...]      the same with the oldest supported depe
 python3 .ci/do.py lint                   install, run ruff and mypy
 python3 .ci/do.py docs                   install, build the site into `site/`
 python3 .ci/do.py beside                 resolve an installation beside Tunix, and beside MaxText
+python3 .ci/do.py install TASK           what one of these needs, to run it later
 
-The environments are in `.venv` and `.venv-oldest` beside this folder (with OSL_VENV=path in
-`path` and `path-oldest`) and are used again until pyproject.toml or the pins change.
+The environments are in `.venv`, `.venv-oldest` and `.venv-beside` beside this folder (with
+OSL_VENV=path in `path`, `path-oldest`, ...) and are used again until pyproject.toml or the pins
+change.
 
 `test` installs torch and transformers, too, where pip finds a CPU build of torch; elsewhere the
 tests that need them are skipped. With OSL_TRANSFORMERS=1 it takes any build (PyPI's for Linux
@@ -92,9 +94,9 @@ def give_up(message: str) -> NoReturn:
     sys.exit(f"{Path(__file__).name}: {message}")
 
 
-def folder(task: Task) -> Path:
+def folder(suffix: str = "") -> Path:
     base = Path(os.environ.get("OSL_VENV") or REPOSITORY / ".venv").absolute()
-    return base.with_name(f"{base.name}-oldest") if task.oldest else base
+    return base.with_name(base.name + suffix)
 
 
 def python_in(environment: Path) -> Path:
@@ -127,8 +129,10 @@ def pip(environment: Path, command: str, *arguments: str) -> None:
     give_up(f"pip {command} {' '.join(arguments)} failed")
 
 
-def resolve_beside(environment: Path) -> None:
+def resolve_beside() -> None:
     """That pip finds versions of all that the package and its neighbours require, together."""
+    environment = folder("-beside")  # stays empty
+    create(environment)
     tunix, maxtext = pyproject()["dependency-groups"]["beside"]
     pip(environment, *RESOLVE, ".", tunix)
     with tempfile.TemporaryDirectory() as scratch:
@@ -188,7 +192,7 @@ def fingerprint(task: Task) -> str:
 
 def prepare(task: Task) -> Path:
     """The environment's Python, with all that the task needs."""
-    environment = folder(task)
+    environment = folder("-oldest" if task.oldest else "")
     stamp = environment / f"ready-{task.extra or 'package'}"
     if stamp.is_file() and stamp.read_text() == fingerprint(task):
         return python_in(environment)
@@ -198,7 +202,8 @@ def prepare(task: Task) -> Path:
     target = f".[{extra}]" if extra else "."
     print(f"installing {target} into {environment}", flush=True)
     constraints = ("--constraint", str(OLDEST)) if task.oldest else ()
-    pip(environment, "install", *constraints, "--editable", target)
+    # Python compiles what is imported; to compile all of torch takes a minute.
+    pip(environment, "install", "--no-compile", *constraints, "--editable", target)
     groups = pyproject()["dependency-groups"]
     if task.models:
         pip(environment, "install", "--no-deps", *groups["models"])
@@ -224,15 +229,19 @@ def python_matches(environment: Path) -> bool:
 
 def main(arguments: list[str]) -> int:
     if arguments == ["beside"]:
-        prepare(TASKS["quickstart"])
-        resolve_beside(folder(TASKS["quickstart"]))
+        resolve_beside()
         return 0
+    is_run = arguments[:1] != ["install"]
+    arguments = arguments if is_run else arguments[1:]
     if not arguments or arguments[0] not in TASKS:
         print(__doc__, file=sys.stderr)
         return 2
     task = TASKS[arguments[0]]
     if not task.torch_extra:
         os.environ.pop(REQUIRE_TORCH, None)
+    if not is_run:
+        prepare(task)
+        return 0
     if len(task.commands) > 1 and arguments[1:]:
         give_up(f"{arguments[0]} takes no arguments")
     python = prepare(task)

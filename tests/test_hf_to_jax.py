@@ -139,8 +139,8 @@ def test_its_model_has_the_default_of_transformers():
     ("name", "written"),
     [
         ("qwen3", None),
-        ("qwen3", as_published),
-        ("llama3", as_published),
+        pytest.param("qwen3", as_published, marks=pytest.mark.soak),
+        pytest.param("llama3", as_published, marks=pytest.mark.soak),
         ("llama3", as_first_published),
     ],
 )

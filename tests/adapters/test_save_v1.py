@@ -41,6 +41,15 @@ VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine '_create_paths' was never awaited")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def only_objects_of_this_module_are_collected():
+    """After each test; a million others were made before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def drop_what_orbax_dropped():
     """Here and now: where garbage is collected amid code without builtins, nothing can warn."""

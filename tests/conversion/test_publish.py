@@ -443,8 +443,16 @@ def test_arguments_that_have_no_meaning(tmp_path, arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize(
+    ("processes", "is_mapped"),
+    [
+        (2, True),
+        *(
+            pytest.param(processes, is_mapped, marks=pytest.mark.soak)
+            for processes, is_mapped in [(2, False), (4, False), (4, True)]
+        ),
+    ],
+)
 def test_processes_publish_and_pull_together(tmp_path, path, tensors, processes, is_mapped):  # noqa: F811
     results = run_processes(
         "publish_versions.py",

@@ -56,16 +56,24 @@ def nested(flat):
     return tree
 
 
-@pytest.mark.parametrize(("name", "target", "scan"), CASES)
-def test_there_and_back_under_every_sharding(saved, tmp_path, name, target, scan):
+def with_splits(cases):
+    """Each case with two of the ways to shard it, in turns, and in the soak set with all."""
+    others = [split for split in SPLITS if split != "2-D"]
+    for number, case in enumerate(cases):
+        yield pytest.param(*case, [others[number % len(others)], "2-D"])
+        yield pytest.param(*case, [*SPLITS], marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("name", "target", "scan", "splits"), [*with_splits(CASES)])
+def test_there_and_back_under_every_sharding(saved, tmp_path, name, target, scan, splits):
     folder, config, tensors, _ = saved[name]
     mapping = osl.families.mapping(folder, target=target, scan=scan)
     expected = {
         leaf: value.astype(jax.dtypes.canonicalize_dtype(value.dtype))  # int64 of DeepSeek-V4
         for leaf, value in REFERENCES[target](family_of(name), config, tensors, scan).items()
     }
-    for split, spec in SPLITS.items():
-        mesh = meshes(split)
+    for split in splits:
+        mesh, spec = meshes(split), SPLITS[split]
         abstract = {
             leaf: jax.ShapeDtypeStruct(
                 value.shape, value.dtype, sharding=NamedSharding(mesh, spec(value.shape))

@@ -98,10 +98,22 @@ def test_the_others_end_when_one_is_killed(path, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
-    ("processes", "sizes", "budget"),
-    [(3, [3, 2], None), (2, [2, 3], None), (4, [4, 1], None), (3, [3, 2], 1 << 17)],
+    ("processes", "sizes", "budget", "every_pair"),
+    [
+        (2, [2, 3], None, False),
+        (3, [3, 2], 1 << 17, False),
+        *(
+            pytest.param(*case, every_pair, marks=pytest.mark.soak)
+            for case in [
+                (3, [3, 2], None),
+                (2, [2, 3], None),
+                (4, [4, 1], None),
+                (3, [3, 2], 1 << 17),
+            ]
+            for every_pair in (False, True)
+        ),
+    ],
 )
 def test_large_tensors_are_exchanged_and_tied_ones_keep_their_parts(
     tmp_path, processes, sizes, budget, every_pair

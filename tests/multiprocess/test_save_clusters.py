@@ -41,7 +41,9 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+    "split", [*SPLITS[1:3], *(pytest.param(split, marks=pytest.mark.soak) for split in SPLITS[::3])]
+)
 def test_the_same_bytes_whoever_writes_them(fork_server, tmp_path, split):
     rows, tensors = 48, 9
     seen = []

@@ -144,7 +144,7 @@ def test_what_one_process_cannot_open_is_the_error_of_all(tmp_path, source, kind
     ("kind", "process"),
     [
         ("write", 1),
-        ("convert", 1),
+        pytest.param("convert", 1, marks=pytest.mark.soak),
         pytest.param("capture", 1, marks=pytest.mark.soak),
         pytest.param("plan", 2, marks=pytest.mark.soak),
         pytest.param("consolidate", 1, marks=pytest.mark.soak),

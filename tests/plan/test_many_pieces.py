@@ -153,7 +153,8 @@ def test_a_piece_of_another_shape_is_named(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is asked of /proc")
 @pytest.mark.parametrize(
-    ("doing", "most_bytes"), [("plan", 50e6), ("consolidate", 75e6), ("convert", 75e6)]
+    ("doing", "most_bytes"),
+    [("plan", 50e6), ("convert", 75e6), pytest.param("consolidate", 75e6, marks=pytest.mark.soak)],
 )
 def test_memory_is_bounded(tmp_path, doing, most_bytes):
     """Of 75,000 pieces; where all headers and plans are kept it is 83 MB, a kilobyte a piece."""

@@ -34,8 +34,22 @@ def model(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is asked of /proc")
-@pytest.mark.parametrize("name", ["deepseek", "llama"])
-@pytest.mark.parametrize("hosts", [64, pytest.param(256, marks=pytest.mark.soak), 1024])
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [
+        ("deepseek", 1024),
+        ("llama", 64),
+        *(
+            pytest.param(name, hosts, marks=pytest.mark.soak)
+            for name, hosts in [
+                ("deepseek", 64),
+                ("deepseek", 256),
+                ("llama", 256),
+                ("llama", 1024),
+            ]
+        ),
+    ],
+)
 def test_in_little_memory_and_without_jax(model, name, hosts):
     arguments = ["--mesh", f"fsdp={hosts},tensor=4", "--hosts", hosts]
     out = run_alone("plan_large.py", model(name), *arguments)
@@ -51,7 +65,7 @@ def test_in_little_memory_and_without_jax(model, name, hosts):
     [
         ("deepseek, 8 layers", 517),  # of 62: all kinds of tensors
         pytest.param("deepseek", 517, marks=pytest.mark.soak),
-        ("llama", 3),
+        pytest.param("llama", 3, marks=pytest.mark.soak),
     ],
 )
 def test_the_share_of_one_process_is_what_it_reads(model, name, process):

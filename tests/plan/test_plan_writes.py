@@ -208,7 +208,7 @@ def placements(processes):
 
 
 @pytest.mark.parametrize("kind", list(placements(1)))
-@pytest.mark.parametrize("processes", [2, 4, 8, 64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, 4, 8, 64, pytest.param(256, marks=pytest.mark.soak)])
 def test_processes_write_about_equally_much(processes, kind):
     mesh, spec_of = placements(processes)[kind]
     tree = llama(max(32, processes), 1024, mesh, spec_of)
@@ -278,8 +278,22 @@ def test_the_plan_says_what_it_costs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["hf", "sharded"])
-@pytest.mark.parametrize("spec", [P(None, "fsdp"), P("fsdp"), P("tp", "fsdp")])
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [
+        (P(None, "fsdp"), "hf"),
+        (P("tp", "fsdp"), "sharded"),
+        *(
+            pytest.param(spec, layout, marks=pytest.mark.soak)
+            for spec, layout in [
+                (P(None, "fsdp"), "sharded"),
+                (P("fsdp"), "hf"),
+                (P("fsdp"), "sharded"),
+                (P("tp", "fsdp"), "hf"),
+            ]
+        ),
+    ],
+)
 def test_plans_of_a_thousand_devices_are_quick(spec, layout):
     """10,000 tensors on 1,024 devices: a ninth of the largest models' number."""
     axes = {"fsdp": 32, "tp": 32} if "tp" in spec else {"fsdp": 1024}

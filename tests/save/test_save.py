@@ -974,10 +974,13 @@ class HeldValues:
 BUDGETS = [1, 1000, 100_000, 20 * MIB, None]
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize(
+    ("files", "large", "budget", "threads"),
+    [
+        pytest.param(*case, marks=[pytest.mark.soak] * bool(number % 3))
+        for number, case in enumerate(itertools.product((1, 3), (False, True), BUDGETS, (1, 4)))
+    ],
+)
 def test_the_memory_budget(tmp_path, threads, budget, large, files):
     """Held values are counted until they are written, and the next waits for room."""
     live, largest = most_live(tmp_path, threads, budget, large, files)
@@ -1112,11 +1115,14 @@ def most_live(folder, threads, budget, large, file_count=1):
         "column",
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("column of three", "sharded", "cast", "one long row", "files flushed")
+            for kind in ("sharded", "cast", "one long row")
         ),
         *(
             pytest.param(kind, marks=pytest.mark.soak)
-            for kind in ("long rows", "packed", "four bits", "fortran", "flushed", "files")
+            for kind in (
+                *("column of three", "long rows", "packed", "four bits", "fortran"),
+                *("flushed", "files", "files flushed"),
+            )
         ),
     ],
 )  # fmt: skip

@@ -475,8 +475,8 @@ def test_a_conversion_of_a_quantised_folder_to_another_format(tmp_path):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("nvfp4", "like"),
-        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("fp8_block", "int4")),
+        "like",
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("nvfp4", "fp8_block", "int4")),
     ],
 )
 def test_the_peak_memory_beside_a_large_weight(tmp_path, kind):
@@ -504,7 +504,8 @@ def test_the_peak_memory_of_several_processes(tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["nvfp4", "like", pytest.param("fp8_block", marks=pytest.mark.soak)]
+    "kind",
+    ["nvfp4", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("like", "fp8_block"))],
 )
 def test_the_peak_memory_of_a_conversion(tmp_path, kind):
     """Of 128 MB a few rows are in memory; also where few scales take all of them."""

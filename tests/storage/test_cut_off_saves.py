@@ -80,7 +80,13 @@ def check_outcome(target, error):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "calls",
-    [(cloud_commit._BucketClaim, "check"), (obstore, "copy"), (obstore, "list_with_delimiter")],
+    [
+        (cloud_commit._BucketClaim, "check"),
+        *(
+            pytest.param((obstore, name), marks=pytest.mark.soak)
+            for name in ("copy", "list_with_delimiter")
+        ),
+    ],
 )
 def test_a_save_that_was_cut_off_touches_nothing_of_another_one(place, monkeypatch, calls):
     for nth in itertools.count():

@@ -250,8 +250,18 @@ OTHER = {"a": np.arange(9.0) + 5, "d": np.ones(2), "step": 3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["hf", "sharded", "one file"])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("overwrite", "layout"),
+    [
+        (True, "hf"),
+        (False, "sharded"),
+        (True, "one file"),
+        *(
+            pytest.param(overwrite, layout, marks=pytest.mark.soak)
+            for overwrite, layout in [(False, "hf"), (True, "sharded"), (False, "one file")]
+        ),
+    ],
+)
 def test_a_crash_never_leaves_what_passes_for_a_checkpoint(place, layout, overwrite):
     """After every single change of the store: what was there, or the new, or a clear error."""
     options = osl.WriteOptions(
@@ -435,7 +445,7 @@ def test_objects_too_large_for_one_copy_go_through_the_process(place, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_save_between_any_two_steps_of_another_one(place, monkeypatch, every):
     """One program stops before one of its requests, and another saves there meanwhile."""
     options = osl.WriteOptions(max_file_bytes=1, concurrency=1)
