@@ -3,31 +3,29 @@
 
 python3 .ci/do.py quickstart [PATH]      install, run examples/quickstart.py
 python3 .ci/do.py test [PYTEST ARGS]     install, run the whole test suite
-python3 .ci/do.py test-oldest [...]      the same with the oldest supported dependencies, without
-                                         what is slow (-m "not soak": with it)
+python3 .ci/do.py test-oldest [...]      with the oldest supported dependencies, the tests of what
+                                         calls them, without what is slow (all: tests -m "not soak")
 python3 .ci/do.py lint                   install, run ruff and mypy
 python3 .ci/do.py docs                   install, build the site into `site/`
 python3 .ci/do.py beside                 resolve an installation beside Tunix, and beside MaxText
-python3 .ci/do.py install TASK           what one of these needs, to run it later
 
-The environments are in `.venv`, `.venv-oldest` and `.venv-beside` beside this folder (with
-OSL_VENV=path in `path`, `path-oldest`, ...) and are used again until pyproject.toml or the pins
-change.
+The environments are in `.venv` and `.venv-oldest` beside this folder (with OSL_VENV=path in
+`path` and `path-oldest`) and are used again until pyproject.toml or the pins change.
 
 `test` installs torch and transformers, too, where pip finds a CPU build of torch; elsewhere the
 tests that need them are skipped. With OSL_TRANSFORMERS=1 it takes any build (PyPI's for Linux
 brings several GB of CUDA libraries), and those tests fail where they would be skipped.
 """
 
-import email
+import functools
 import hashlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -36,9 +34,9 @@ PYPROJECT = REPOSITORY / "pyproject.toml"
 OLDEST = REPOSITORY / ".ci" / "oldest.txt"
 RETRY_AFTER_SECONDS = (5, 30)
 REQUIRE_TORCH = "OSL_TRANSFORMERS"
-RESOLVE = ("install", "--dry-run", "--ignore-installed")
-# MaxText needs Python 3.12, this may be 3.11.
-FOR_3_12 = ("--python-version=3.12", "--only-binary=:all:", "--ignore-requires-python")
+UV_SETTINGS = {"index-url": "UV_DEFAULT_INDEX", "find-links": "UV_FIND_LINKS"}
+# MaxText needs Python 3.12, this may be 3.11; its extra for TPUs has wheels for this alone.
+FOR_MAXTEXT = ("--python-version=3.12", "--python-platform=x86_64-manylinux_2_31")
 
 
 class Task(NamedTuple):
@@ -61,12 +59,17 @@ class Task(NamedTuple):
 
 PYTEST = ("-m", "pytest", "--numprocesses=auto", "--dist=loadfile")
 QUICK = "not soak and not slow"
+# What calls other libraries; what else there is calls numpy alone.
+ROOMS = ("adapters", "conversion", "load", "lora", "multiprocess")
+ROOMS += ("pytree", "reading", "save", "sharding", "storage")
+FILES = ("mapping/test_live_arrays.py", "test_hf_to_jax.py", "test_readme.py")
+CALLERS = tuple(f"tests/{path}" for path in (*ROOMS, *FILES))
 # Of the soak set single tests take minutes.
 LONG = ("-o", "timeout=3600", "-o", "faulthandler_timeout=3660")
 TASKS = {
     "quickstart": Task("examples", (("examples/quickstart.py",),)),
     "test": Task("test", (PYTEST,), models=True, torch_extra="test-transformers"),
-    "test-oldest": Task("test", ((*PYTEST, "-m", QUICK),), models=True, oldest=True),
+    "test-oldest": Task("test", ((*PYTEST, "-m", QUICK, *CALLERS),), models=True, oldest=True),
     "lint": Task(
         "dev",
         (("-m", "ruff", "check"), ("-m", "ruff", "format", "--check"), ("-m", "mypy")),
@@ -75,12 +78,20 @@ TASKS = {
 }
 
 
+@functools.cache
 def clean_environment() -> dict[str, str]:
     """The caller's environment without what would mix foreign packages into ours."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     quiet = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "NO_MKDOCS_2_WARNING": "1"}
-    return kept | quiet
+    # uv asks neither the system for certificates nor pip for its configuration.
+    kept = {"UV_SYSTEM_CERTS": "1"} | kept | quiet
+    asked = (sys.executable, "-m", "pip", "config", "list")
+    listed = subprocess.run(asked, env=kept, capture_output=True, text=True, check=False).stdout
+    for setting, value in re.findall(r"\.([a-z-]+)='(.*)'", listed):
+        if setting in UV_SETTINGS:
+            kept.setdefault(UV_SETTINGS[setting], ",".join(value.split()))
+    return kept
 
 
 def run(*command: str | Path, quiet: bool = False) -> int:
@@ -94,9 +105,9 @@ def give_up(message: str) -> NoReturn:
     sys.exit(f"{Path(__file__).name}: {message}")
 
 
-def folder(suffix: str = "") -> Path:
+def folder(*, oldest: bool = False) -> Path:
     base = Path(os.environ.get("OSL_VENV") or REPOSITORY / ".venv").absolute()
-    return base.with_name(base.name + suffix)
+    return base.with_name(f"{base.name}-oldest") if oldest else base
 
 
 def python_in(environment: Path) -> Path:
@@ -104,10 +115,17 @@ def python_in(environment: Path) -> Path:
 
 
 def create(environment: Path) -> None:
-    """A fresh environment; without `ensurepip` (Debian splits it off) it has no pip of its own."""
+    """Makes an environment of this Python, with uv, which takes a tenth of the time that pip does.
+
+    Without `ensurepip` (Debian splits it off) it has no pip of its own.
+    """
     pip = [] if importlib.util.find_spec("ensurepip") else ["--without-pip"]
-    if run(sys.executable, "-m", "venv", "--clear", *pip, environment):
+    made = python_matches(environment) or not run(
+        sys.executable, "-m", "venv", "--clear", *pip, environment
+    )
+    if not made:
         give_up(f"could not create a virtual environment in {environment}")
+    run(*pip_command(environment, "install"), "uv")
 
 
 def pip_command(environment: Path, command: str) -> list[str | Path]:
@@ -118,44 +136,41 @@ def pip_command(environment: Path, command: str) -> list[str | Path]:
     return [sys.executable, "-m", "pip", "--python", python, command, "--quiet"]
 
 
-def pip(environment: Path, command: str, *arguments: str) -> None:
-    """Runs pip, again when it fails: package indexes and networks have bad moments."""
+def uv_command(environment: Path, command: str) -> list[str | Path]:
+    """A command of uv, up to its arguments."""
+    python = python_in(environment)
+    return [python, "-m", "uv", "pip", command, "--quiet", f"--python={python}"]
+
+
+def install(environment: Path, *arguments: str) -> None:
+    """Installs, again when it fails: package indexes and networks have bad moments.
+
+    First with uv, then with pip, whose configuration may name what uv does not find.
+    """
+    if run(*uv_command(environment, "install"), *arguments) == 0:
+        return
     for pause in (*RETRY_AFTER_SECONDS, None):
-        if run(*pip_command(environment, command), *arguments) == 0:
+        if run(*pip_command(environment, "install"), *arguments) == 0:
             return
         if pause is not None:
-            print(f"pip {command} failed, next try in {pause} s", file=sys.stderr, flush=True)
+            print(f"pip failed, next try in {pause} s", file=sys.stderr, flush=True)
             time.sleep(pause)
-    give_up(f"pip {command} {' '.join(arguments)} failed")
+    give_up(f"pip install {' '.join(arguments)} failed")
 
 
-def resolve_beside() -> None:
-    """That pip finds versions of all that the package and its neighbours require, together."""
-    environment = folder("-beside")  # stays empty
+def resolve_beside() -> int:
+    """That there are versions of all that the package and its neighbours require, together."""
+    environment = folder()
     create(environment)
     tunix, maxtext = pyproject()["dependency-groups"]["beside"]
-    pip(environment, *RESOLVE, ".", tunix)
     with tempfile.TemporaryDirectory() as scratch:
-        target = f"--target={scratch}"  # pip asks for one beside --python-version
-        pip(environment, *RESOLVE, *FOR_3_12, target, ".", maxtext)
-        # To resolve all 235 requirements for a TPU takes ten minutes: here they bound ours.
-        pip(environment, "download", "--no-deps", *FOR_3_12, f"--dest={scratch}", maxtext)
-        (wheel,) = Path(scratch).glob("*.whl")
-        bounds = Path(scratch) / "bounds.txt"
-        bounds.write_text("\n".join(requirements(wheel, extra="tpu")))
-        pip(environment, *RESOLVE, *FOR_3_12, target, ".", f"--constraint={bounds}")
-
-
-def requirements(wheel: Path, extra: str) -> list[str]:
-    """What a wheel requires for an extra, without markers and what is not a constraint."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        metadata = email.message_from_bytes(archive.read(name))
-    found = [text.split(";") for text in metadata.get_all("Requires-Dist", ())]
-    wanted = [text.strip() for text, *marker in found if f"extra == '{extra}'" in str(marker)]
-    if not wanted:
-        give_up(f"{wheel.name} has no requirements for {extra}")
-    return [text for text in wanted if "[" not in text and "@" not in text]
+        asked, found = Path(scratch) / "asked.in", Path(scratch) / "found.txt"
+        for neighbour, target in ((tunix, ()), (maxtext, FOR_MAXTEXT)):
+            asked.write_text(f".\n{neighbour}\n")
+            command = uv_command(environment, "compile")
+            if code := run(*command, *target, asked, f"--output-file={found}"):
+                return code
+    return 0
 
 
 def pyproject() -> dict[str, Any]:
@@ -192,27 +207,25 @@ def fingerprint(task: Task) -> str:
 
 def prepare(task: Task) -> Path:
     """The environment's Python, with all that the task needs."""
-    environment = folder("-oldest" if task.oldest else "")
+    environment = folder(oldest=task.oldest)
     stamp = environment / f"ready-{task.extra or 'package'}"
     if stamp.is_file() and stamp.read_text() == fingerprint(task):
         return python_in(environment)
-    if not python_matches(environment):
-        create(environment)
+    create(environment)
     extra = extra_for(task, environment)
     target = f".[{extra}]" if extra else "."
     print(f"installing {target} into {environment}", flush=True)
     constraints = ("--constraint", str(OLDEST)) if task.oldest else ()
-    # Python compiles what is imported; to compile all of torch takes a minute.
-    pip(environment, "install", "--no-compile", *constraints, "--editable", target)
+    install(environment, *constraints, "--editable", target)
     groups = pyproject()["dependency-groups"]
     if task.models:
-        pip(environment, "install", "--no-deps", *groups["models"])
+        install(environment, "--no-deps", *groups["models"])
     if extra and extra == task.torch_extra:
-        pip(environment, "install", "--no-deps", *groups["tunix"])
+        install(environment, "--no-deps", *groups["tunix"])
         # Some are built from source, or for few platforms; each is for one test.
         for packer in groups["packers"]:
-            if run(*pip_command(environment, "install"), "--no-deps", packer):
-                print(f"pip cannot install {packer}: its test will be skipped", flush=True)
+            if run(*uv_command(environment, "install"), "--no-deps", packer):
+                print(f"{packer} cannot be installed: its test will be skipped", flush=True)
     stamp.write_text(fingerprint(task))
     return python_in(environment)
 
@@ -229,19 +242,13 @@ def python_matches(environment: Path) -> bool:
 
 def main(arguments: list[str]) -> int:
     if arguments == ["beside"]:
-        resolve_beside()
-        return 0
-    is_run = arguments[:1] != ["install"]
-    arguments = arguments if is_run else arguments[1:]
+        return resolve_beside()
     if not arguments or arguments[0] not in TASKS:
         print(__doc__, file=sys.stderr)
         return 2
     task = TASKS[arguments[0]]
     if not task.torch_extra:
         os.environ.pop(REQUIRE_TORCH, None)
-    if not is_run:
-        prepare(task)
-        return 0
     if len(task.commands) > 1 and arguments[1:]:
         give_up(f"{arguments[0]} takes no arguments")
     python = prepare(task)

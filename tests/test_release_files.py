@@ -11,9 +11,7 @@ import orbax_safetensors_layout as osl
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-COMMANDS = set(
-    re.findall(r'"\$python" (\.ci/do\.py (?!install)[\w-]+)', (ROOT / ".ci/run").read_text())
-)
+COMMANDS = set(re.findall(r'"\$python" (\.ci/do\.py [\w-]+)', (ROOT / ".ci/run").read_text()))
 
 
 def test_one_version_and_one_license():

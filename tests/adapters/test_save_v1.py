@@ -31,6 +31,7 @@ from orbax.checkpoint.experimental.v1._src.handlers import registration
 from orbax.checkpoint.experimental.v1._src.layout import registry, safetensors_layout
 from orbax_calls import installed as installing, installed_context, layout_context
 from programs import program_path
+from sampling import every
 from saving import Gate, opened, tensor_files
 from states import everything, same, train_state
 
@@ -763,7 +764,7 @@ def remove(step, patterns):
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's own load
-@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("left", every(3, LEFT))
 def test_what_is_left_of_a_step_is_read_where_orbax_reads_its_own(tmp_path, left):
     layout = functools.partial(layout_context, osl.SafetensorsLayout)
     read = {}

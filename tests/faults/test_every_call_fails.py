@@ -23,7 +23,7 @@ CALLS = (
     "open", "stat", "lstat", "fstat", "listdir", "scandir", "preadv", "pread", "pwritev", "pwrite",
     "write", "ftruncate", "fsync", "replace", "rename", "link", "mkdir", "unlink", "rmdir", "chmod",
 )  # fmt: skip
-every = pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.soak)])
+every = pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.soak)])
 FEW = osl.WriteOptions(max_file_bytes=12_100)  # a file for each tensor
 PIECES = osl.WriteOptions(layout="sharded")
 

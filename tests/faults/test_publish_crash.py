@@ -9,7 +9,7 @@ from published import read_version
 import orbax_safetensors_layout as osl
 
 PROGRAM = "publish_crash.py"
-every = pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.soak)])
+every = pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.soak)])
 
 
 def run(fork_server, folder, own, version, kill=-1):

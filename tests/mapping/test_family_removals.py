@@ -8,6 +8,7 @@ import re
 import published_configs
 import pytest
 from mapping_expressions import specs_of
+from sampling import every
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -51,17 +52,7 @@ def kinds(names):
     return specs
 
 
-def cases(*in_default_set):
-    """All; others than these, by target and scan, in the soak set."""
-    return [
-        pytest.param(*case, marks=() if case[1:] in in_default_set else pytest.mark.soak)
-        for case in CASES
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "target", "scan"), cases(("plain", True), ("maxtext", True), ("tunix", False))
-)
+@pytest.mark.parametrize(("name", "target", "scan"), every(3, CASES))
 def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
     folder, _, tensors, _ = saved[name]
     mapping = families.mapping(folder, target=target, scan=scan)
@@ -72,7 +63,7 @@ def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
             refused(functools.partial(mapping.abstract, lacking), removed)
 
 
-@pytest.mark.parametrize(("name", "target", "scan"), cases(("plain", True)))
+@pytest.mark.parametrize(("name", "target", "scan"), every(7, CASES))
 def test_each_tensor_is_needed(saved, name, target, scan):
     folder, _, tensors, _ = saved[name]
     mapping = families.mapping(folder, target=target, scan=scan)
@@ -163,7 +154,7 @@ SAME_NAMES = (
 EXPECTED = r"no tensor|no rule|has extent|layer_types|no_rope_layers|intermediate_size|model lacks"
 
 
-@pytest.mark.parametrize("theirs", families.TARGETS["plain"])
+@pytest.mark.parametrize("theirs", every(3, families.TARGETS["plain"]))
 def test_no_family_takes_the_folder_of_another(saved, theirs):
     """Whatever the configuration lacks for the other family is given to it."""
     tensors = saved[theirs].tensors

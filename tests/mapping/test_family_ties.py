@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from sampling import every
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -115,33 +116,15 @@ def check_logits(model, folder, make_mapping):
     np.testing.assert_allclose(ours, logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+WITH_HEADS = """
+    llama3 mistral qwen2 qwen3 gemma2 gemma3 mixtral qwen3_moe deepseek_v3 gpt_oss deepseek_v2
+    deepseek_v32 glm4_moe olmo2 olmo3 phi3 granite granitemoehybrid starcoder2 cohere cohere2
+    gemma3n gemma4 llama4 qwen2_moe qwen3_next qwen3_5 qwen3_5_moe
+"""
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"),
-        *(
-            "mixtral",
-            "qwen3_moe",
-            "deepseek_v3",
-            "gpt_oss",
-            "deepseek_v2",
-            "deepseek_v32",
-            "glm4_moe",
-            "olmo2",
-        ),
-        *("olmo3", "phi3", "granite", "granitemoehybrid", "starcoder2", "cohere"),
-        *(
-            "cohere2",
-            "gemma3n",
-            "gemma4",
-            "llama4",
-            "qwen2_moe",
-            "qwen3_next",
-            "qwen3_5",
-            "qwen3_5_moe",
-        ),
-    ],
+    ("name", "tied"), every(3, itertools.product(WITH_HEADS.split(), (True, False)))
 )
 def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):
     saved = make(name, tmp_path / "made", dtype="float32", tie_word_embeddings=tied)

@@ -68,7 +68,7 @@ def test_processes_without_devices_of_the_tree_take_no_part(path):
 @pytest.mark.slow
 def test_a_process_that_does_not_come_is_named(path):
     text, seconds = run(path, "missing", 2)[0]
-    assert "PeerError: processes [1] did not finish planning the load within 20 s" in text
+    assert "PeerError: processes [1] did not finish planning the load within 5 s" in text
     assert seconds < 60
 
 

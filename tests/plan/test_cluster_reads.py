@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import every
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -20,8 +21,10 @@ def cluster_reads():
     return cluster_reads
 
 
-@pytest.mark.parametrize("model", ["llama", "deepseek"])
-@pytest.mark.parametrize("target", ["plain", "maxtext"])
+CASES = [("llama", "plain"), ("llama", "maxtext"), ("deepseek", "plain"), ("deepseek", "maxtext")]
+
+
+@pytest.mark.parametrize(("model", "target"), every(3, CASES))
 def test_few_layers_are_read_once(cluster_reads, tmp_path, capsys, model, target):
     """Of real widths, with all kinds of tensors."""
     few = ["--layers", "4", "--experts", "8", "--meshes", "8 x 4", "--bandwidth", "1e7"]

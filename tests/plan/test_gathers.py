@@ -106,7 +106,7 @@ def test_slabs_that_stand_between_one_another_s_elements(tmp_path, columns):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_what_numpy_takes_each_byte_once(data):
     tensors, expr, array = data.draw(gathers())

@@ -43,7 +43,8 @@ def main(path, case):
         }
 
     def load(abstract, mapping=None, **options):
-        options = osl.ReadOptions(timeout_seconds=20, **options)
+        seconds = 5 if case == "missing" else 20
+        options = osl.ReadOptions(timeout_seconds=seconds, **options)
         planned = osl.plan_load(path, abstract, mapping=mapping, options=options).cost()
         read.clear()
         loaded = osl.load(path, abstract, mapping=mapping, options=options)

@@ -1,5 +1,6 @@
 """Exports open in transformers without a touch: weights, configuration and tokenizer."""
 
+import itertools
 import json
 import os
 
@@ -10,6 +11,7 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from family_models import make
 from programs import run_processes
+from sampling import every
 
 import orbax_safetensors_layout as osl
 
@@ -77,8 +79,7 @@ def check(folder, source, *, dtype=None, plain=None):
     assert torch.equal(theirs, ours)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(("case", "processes"), every(2, itertools.product(MODELS, (1, 2, 4))))
 def test_exports_open_in_transformers(models, tmp_path, case, processes):
     name, quantize, _ = MODELS[case]
     source, target = models[name], tmp_path / "out"

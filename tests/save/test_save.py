@@ -29,6 +29,7 @@ from limits import few_descriptors, full_disk
 from meshes import mesh_of, place
 from programs import run_alone
 from random_trees import random_bits, trees
+from sampling import every
 from saved_files import assert_saved, header, raw_file, raw_tensors
 
 import orbax_safetensors_layout as osl
@@ -976,10 +977,7 @@ BUDGETS = [1, 1000, 100_000, 20 * MIB, None]
 
 @pytest.mark.parametrize(
     ("files", "large", "budget", "threads"),
-    [
-        pytest.param(*case, marks=[pytest.mark.soak] * bool(number % 3))
-        for number, case in enumerate(itertools.product((1, 3), (False, True), BUDGETS, (1, 4)))
-    ],
+    every(3, itertools.product((1, 3), (False, True), BUDGETS, (1, 4))),
 )
 def test_the_memory_budget(tmp_path, threads, budget, large, files):
     """Held values are counted until they are written, and the next waits for room."""

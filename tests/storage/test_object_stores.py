@@ -255,10 +255,12 @@ OTHER = {"a": np.arange(9.0) + 5, "d": np.ones(2), "step": 3}
     [
         (True, "hf"),
         (False, "sharded"),
-        (True, "one file"),
         *(
             pytest.param(overwrite, layout, marks=pytest.mark.soak)
-            for overwrite, layout in [(False, "hf"), (True, "sharded"), (False, "one file")]
+            for overwrite, layout in [
+                *((False, "hf"), (True, "sharded")),
+                *((True, "one file"), (False, "one file")),
+            ]
         ),
     ],
 )
