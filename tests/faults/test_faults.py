@@ -177,7 +177,7 @@ def test_loads_from_a_failing_server(place, tmp_path, seeds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seeds", [range(6), pytest.param(range(1000, 1200), marks=pytest.mark.soak)]
+    "seeds", [range(10), pytest.param(range(1000, 1200), marks=pytest.mark.soak)]
 )
 def test_saves_to_a_failing_server(place, monkeypatch, seeds):
     monkeypatch.setattr("orbax_safetensors_layout.storage.cloud_write._PART_BYTES", 5 << 20)
