@@ -80,8 +80,12 @@ TASKS = {
 
 @functools.cache
 def clean_environment() -> dict[str, str]:
-    """The caller's environment without what would mix foreign packages into ours."""
+    """The caller's environment without what would mix foreign packages into ours.
+
+    And without what keeps Python from storing what it compiles: uv leaves that to it.
+    """
     dropped = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")
+    dropped += ("PYTHONDONTWRITEBYTECODE",)
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     quiet = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "NO_MKDOCS_2_WARNING": "1"}
     # uv asks neither the system for certificates nor pip for its configuration.
