@@ -22,6 +22,7 @@ from mapped_llama import path, plain_mapping, tensors  # noqa: F401
 from meshes import mesh_of
 from programs import run_processes
 from published import read_version, write_version
+from sampling import every
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
@@ -444,14 +445,7 @@ def test_arguments_that_have_no_meaning(tmp_path, arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "is_mapped"),
-    [
-        (2, True),
-        *(
-            pytest.param(processes, is_mapped, marks=pytest.mark.soak)
-            for processes, is_mapped in [(2, False), (4, False), (4, True)]
-        ),
-    ],
+    ("processes", "is_mapped"), every(4, [(2, True), (2, False), (4, False), (4, True)])
 )
 def test_processes_publish_and_pull_together(tmp_path, path, tensors, processes, is_mapped):  # noqa: F811
     results = run_processes(

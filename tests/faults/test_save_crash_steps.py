@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoints import values_of
 from programs import Ended, free_port, run_alone
+from sampling import every
 from saving import opened
 
 PROGRAM = "save_crash_steps.py"
@@ -93,7 +94,7 @@ def killed(ended: Ended) -> bool:
     return ended.status == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", every(2, APIS))
 def test_killed_while_saving(fork_server, tmp_path, api):
     """Each crash is followed by processes that go on from the last step."""
     run = Run(tmp_path, api, "hf", 1)
@@ -110,7 +111,7 @@ def test_killed_while_saving(fork_server, tmp_path, api):
     run.check_saved(fork_server.run(run.children()))
 
 
-@pytest.mark.parametrize("api", ["v0 async", "v1 async"])
+@pytest.mark.parametrize("api", every(2, ["v1 async", "v0 async"]))
 def test_both_processes_are_killed_while_saving(fork_server, tmp_path, api):
     run = Run(tmp_path, api, "hf", 2)
     calls = [run.check_saved(fork_server.run(run.children())) for _ in range(3)][-1]

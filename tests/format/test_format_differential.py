@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import safetensors
+from sampling import every
 
 from orbax_safetensors_layout.errors import FormatError
 from orbax_safetensors_layout.format import DTYPES, Header, header_length, parse_header
@@ -244,7 +245,7 @@ def check(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("case", [structural_case, bytes_case])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", every(2, range(4)))
 def test_agrees_with_the_rust_library(case: Callable[[random.Random], bytes], seed: int) -> None:
     rng = random.Random(f"{case.__name__} {seed}")
     count = 6_000 * FACTOR

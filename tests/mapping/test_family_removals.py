@@ -52,7 +52,7 @@ def kinds(names):
     return specs
 
 
-@pytest.mark.parametrize(("name", "target", "scan"), every(3, CASES))
+@pytest.mark.parametrize(("name", "target", "scan"), every(5, CASES))
 def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
     folder, _, tensors, _ = saved[name]
     mapping = families.mapping(folder, target=target, scan=scan)
@@ -63,7 +63,7 @@ def test_each_kind_of_tensor_is_needed(saved, name, target, scan):
             refused(functools.partial(mapping.abstract, lacking), removed)
 
 
-@pytest.mark.parametrize(("name", "target", "scan"), every(7, CASES))
+@pytest.mark.parametrize(("name", "target", "scan"), every(15, CASES))
 def test_each_tensor_is_needed(saved, name, target, scan):
     folder, _, tensors, _ = saved[name]
     mapping = families.mapping(folder, target=target, scan=scan)

@@ -151,7 +151,7 @@ def renamed(expr, names):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_random_mappings_against_loads_and_saves(data, tmp_path_factory):
     compare_with_files(data, tmp_path_factory)

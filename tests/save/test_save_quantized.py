@@ -471,14 +471,8 @@ def test_a_conversion_of_a_quantised_folder_to_another_format(tmp_path):
     assert config["quantization_config"]["format"] == "pack-quantized"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "like",
-        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("nvfp4", "fp8_block", "int4")),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["like", "nvfp4", "fp8_block", "int4"])
 def test_the_peak_memory_beside_a_large_weight(tmp_path, kind):
     """256 MB are quantised in rows; each thread has some, and their values in float32.
 

@@ -224,18 +224,23 @@ def test_mapped_pages_outlive_the_storage(big_file):
             storage.map(str(big_file.parent / "empty"))
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_what_the_page_cache_holds(big_file, is_read):
-    if is_read:
-        big_file.read_bytes()
-    else:
-        drop_from_cache(big_file)
-    expected = in_page_cache(big_file)
-    assert not is_read or expected.all()  # a tmpfs evicts nothing
+def test_what_the_page_cache_holds(big_file):
+    size = big_file.stat().st_size
+    big_file.read_bytes()
+    assert in_page_cache(big_file).all()
     with LocalStorage() as storage:
-        pages = range(0, len(expected), 97)
-        cached = [storage.is_cached(str(big_file), page * mmap.PAGESIZE) for page in pages]
-    assert cached == expected[pages.start : pages.stop : pages.step].tolist()
+        assert all(storage.is_cached(str(big_file), place) for place in range(0, size, 99_999))
+
+
+def test_what_the_page_cache_has_lost(big_file):
+    """To ask begins to read ahead, and a quick device may have read it by then: not every time."""
+    seen = set()
+    with LocalStorage() as storage:
+        for _ in range(20):
+            drop_from_cache(big_file)
+            evicts = not in_page_cache(big_file).any()  # a tmpfs does not
+            seen.add((evicts, storage.is_cached(str(big_file), 0)))
+    assert (True, False) in seen or seen == {(False, True)}
 
 
 def in_page_cache(path):
