@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 _FROZEN_AT_START = 2_000  # Python 3.12 begins with 375
+_FULL = 2  # the generation of a full collection
 
 _lock = threading.Lock()
 _users = 0
@@ -19,8 +20,9 @@ def frozen_heap() -> Iterator[None]:
 
     A load or save makes many objects and no garbage cycles. In a program that has imported JAX each
     full collection walks a million others: a third of the time of a save of 2,500 small tensors.
-    New objects are collected as always, unless another block begins inside; a heap that the program
-    itself has frozen stays as it is.
+    New objects are collected as always, until another block begins inside, or a full collection has
+    walked them: the plan of a large model makes millions, which later ones would walk again. A heap
+    that the program itself has frozen stays as it is.
     """
     global _users
     with _lock:
@@ -28,6 +30,7 @@ def frozen_heap() -> Iterator[None]:
         if freezes:
             if not _users:
                 gc.collect(1)  # recent garbage is freed before the load, not after it
+                gc.callbacks.append(_freeze_survivors)
             gc.freeze()
         _users += freezes
     try:
@@ -36,4 +39,15 @@ def frozen_heap() -> Iterator[None]:
         with _lock:
             _users -= freezes
             if freezes and not _users:
+                gc.callbacks.remove(_freeze_survivors)
                 gc.unfreeze()
+
+
+def _freeze_survivors(phase: str, info: dict[str, int]) -> None:
+    """Freezes what a full collection has walked, unless another thread begins or ends a block."""
+    if phase == "stop" and info["generation"] == _FULL and _lock.acquire(blocking=False):
+        try:
+            if _users:
+                gc.freeze()
+        finally:
+            _lock.release()

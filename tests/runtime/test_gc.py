@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
@@ -38,3 +39,33 @@ def test_a_heap_that_the_program_froze_stays_frozen():
     with frozen_heap():
         pass
     assert gc.get_freeze_count() > FEW
+
+
+def test_full_collections_walk_a_new_object_once():
+    with frozen_heap():
+        new = [[number] for number in range(FEW)]
+        assert len(gc.get_objects()) >= FEW
+        gc.collect()
+        assert len(gc.get_objects()) < FEW, "the lists are frozen"
+    assert len(new) == FEW
+    assert gc.get_freeze_count() < FEW
+
+
+def test_garbage_is_collected_before_it_is_frozen():
+    class Node:
+        pass
+
+    with frozen_heap():
+        node = Node()
+        node.itself = node
+        gone = weakref.ref(node)
+        del node
+        gc.collect()
+        assert gone() is None
+
+
+def test_collections_after_a_load_freeze_nothing():
+    with frozen_heap():
+        pass
+    gc.collect()
+    assert gc.get_freeze_count() < FEW
