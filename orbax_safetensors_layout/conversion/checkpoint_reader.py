@@ -23,7 +23,7 @@ from orbax_safetensors_layout.format import (
     storage_dtype,
 )
 from orbax_safetensors_layout.geometry import Box, row_blocks
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import LeafExpr, Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, require, storage_profile
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
@@ -128,7 +128,7 @@ class ReadableArrays(NamedTuple):
             source = self.sources[leaf.made_of]
         else:
             entries = {name: source.entry for name, source in self.sources.items()}
-            source = MappedSource(leaf.made_of, StoredTensors(entries))
+            source = MappedSource(LeafExpr.alone(leaf.made_of), StoredTensors(entries))
         return ArrayRegion.of_box(leaf.name, source, box, leaf.dtype)
 
 

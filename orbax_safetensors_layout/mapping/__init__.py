@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from orbax_safetensors_layout.lazy import lazy_exports
 
-from .affine.binding import SimilarExpr
+from .affine.binding import LeafExpr
 from .affine.bound import BoundExpr, Valued, WholeTensor
 from .affine.index_nodes import Decoded, Scanning, bytes_by_rows, row_major, unseen_inputs
 from .affine.leaf_pieces import (

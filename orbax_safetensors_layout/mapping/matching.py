@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -11,7 +10,7 @@ from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.format import natural_key
 
 from .expr.expression import Expr, as_expr
-from .names import Captures, NameTree, TensorSpecs, substitute, wildcards
+from .names import NameTree, TensorSpecs, substitute, wildcards
 from .problems import Problem
 
 LeafShapes = Mapping[str, tuple[int, ...] | None]
@@ -35,10 +34,16 @@ class Rule:
         optional = ", optional=True" if self.optional else ""
         return f"rule({self.target!r}, {self.expr!r}{tied}{optional})"
 
-    def patterns(self, captures: Captures | None = None) -> list[str]:
-        """Return the name patterns of its tensors, with the values of wildcards in place."""
-        patterns = () if self.expr is None else self.expr.patterns()
-        return [substitute(pattern, captures or {}) for pattern in patterns]
+    def patterns(self) -> list[str]:
+        """Return the name patterns of its tensors."""
+        return [] if self.expr is None else [*self.expr.patterns()]
+
+    def targets(self, matches: Iterable[tuple[str, dict[str, str]]]) -> Iterator[RuleTarget]:
+        """Yields the leaves of some names, given with the values of wildcards."""
+        patterns = self.patterns()
+        for leaf, captures in matches:
+            taken = [substitute(pattern, captures) for pattern in patterns]
+            yield RuleTarget(leaf, self, captures, taken)
 
 
 def rule(
@@ -89,10 +94,11 @@ class RuleTarget(NamedTuple):
     leaf: str
     rule: Rule
     captures: dict[str, str]
+    patterns: Sequence[str]  # of its tensors, with the values of wildcards in place
 
     def tensors(self, specs: TensorSpecs) -> Iterator[str]:
         """Yields the tensors of a checkpoint that the leaf takes."""
-        for pattern in self.rule.patterns(self.captures):
+        for pattern in self.patterns:
             if "{" in pattern:
                 yield from (name for name, _ in specs.tree.match(pattern))
             elif pattern in specs.names:
@@ -122,8 +128,8 @@ def match_rules(rules: Sequence[Rule], specs: TensorSpecs, leaves: LeafShapes | 
         matches = {leaf: [] for leaf in leaves}
         tree = NameTree(leaves)
         for rule in rules:
-            for leaf, captures in tree.match(rule.target):
-                matches[leaf].append(RuleTarget(leaf, rule, captures))
+            for target in rule.targets(tree.match(rule.target)):
+                matches[target.leaf].append(target)
         if any(len(targets) > 1 for targets in matches.values()):
             given = _given(rules, specs, [])
             for leaf, targets in matches.items():
@@ -151,15 +157,16 @@ def _given(
     """Return the leaves that the checkpoint has tensors for, each with all rules that match."""
     matches: dict[str, list[RuleTarget]] = {}
     for rule in sorted(rules, key=lambda rule: rule.expr is None):
-        for captures in _captures(rule, specs, matches, problems):
-            leaf = substitute(rule.target, captures)
-            matches.setdefault(leaf, []).append(RuleTarget(leaf, rule, captures))
+        captured = _captures(rule, specs, matches, problems)
+        named = ((substitute(rule.target, captures), captures) for captures in captured)
+        for target in rule.targets(named):
+            matches.setdefault(target.leaf, []).append(target)
     return matches
 
 
 def _untied(target: RuleTarget, rules: Sequence[Rule], leaves: Container[str]) -> RuleTarget:
     """Give a tied leaf without an expression the rule of the other leaf, if that is not there."""
-    leaf, rule, captures = target
+    leaf, rule, captures, _ = target
     if rule.expr is not None or rule.tied_to is None:
         return target
     other = substitute(rule.tied_to, captures)
@@ -167,10 +174,10 @@ def _untied(target: RuleTarget, rules: Sequence[Rule], leaves: Container[str]) -
         return target
     tree = NameTree([other])
     matches = [
-        RuleTarget(leaf, candidate, values)
+        found
         for candidate in rules
         if candidate.expr is not None
-        for _, values in tree.match(candidate.target)
+        for found in candidate.targets((leaf, values) for _, values in tree.match(candidate.target))
     ]
     return matches[0] if len(matches) == 1 else target
 
@@ -199,20 +206,17 @@ def _captures(
     elif not patterns:
         text = f"the checkpoint does not name the leaves of {rule.target!r}: {rule.expr!r}"
         problems.append(Problem(f"{text} takes no tensor", hint="Give the model's leaves."))
-    bindings = [
-        {
-            tuple((n, match[n]) for n in names if n in match): None
-            for _, match in tree.match(pattern)
-        }
-        for pattern in patterns
-    ]
+    trees = [(tree.match(pattern), wildcards(pattern)) for pattern in patterns]
     full = {
-        binding: None for rows in bindings for binding in rows if len(binding) == len(names)
-    } or functools.reduce(_join, bindings, _Bindings({(): None}))
-    keys = {value: natural_key(value) for value in {v for binding in full for _, v in binding}}
-    for binding in sorted(full, key=lambda b: [keys[value] for _, value in b]):
-        if patterns and len(binding) == len(names):
-            yield dict(binding)
+        tuple([match[name] for name in names]): None
+        for matches, known in trees
+        if set(names) <= set(known)
+        for _, match in matches
+    } or _joined([tree.match(pattern) for pattern in patterns], names)
+    keys = {value: natural_key(value) for value in {v for values in full for v in values}}
+    for values in sorted(full, key=lambda values: [keys[value] for value in values]):
+        if patterns:
+            yield dict(zip(names, values, strict=True))
 
 
 def _add_required(
@@ -225,11 +229,23 @@ def _add_required(
             continue
         patterns = rule.patterns()
         if not wildcards(rule.target):
-            leaves.setdefault(rule.target, [RuleTarget(rule.target, rule, {})])
+            leaves.setdefault(rule.target, [*rule.targets([(rule.target, {})])])
         elif patterns:
             text = f"there is no tensor {patterns[0]!r}, and so no leaf {rule.target!r}"
             hint = "If there need not be any, say so: rule(..., optional=True)."
             problems.append(Problem(text, f"rule {rule.target!r}", patterns[0], hint=hint))
+
+
+def _joined(
+    matches: Sequence[Iterable[tuple[str, dict[str, str]]]], names: Sequence[str]
+) -> dict[tuple[str, ...], None]:
+    """Return the values of all wildcards, from matches that each have some."""
+    joined = _Bindings({(): None})
+    for of_pattern in matches:
+        rows = {tuple((n, match[n]) for n in names if n in match): None for _, match in of_pattern}
+        joined = _join(joined, rows)
+    rows = [dict(binding) for binding in joined if len(binding) == len(names)]
+    return {tuple(row[name] for name in names): None for row in rows}
 
 
 def _join(left: _Bindings, right: _Bindings) -> _Bindings:

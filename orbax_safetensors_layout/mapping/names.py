@@ -73,24 +73,61 @@ def substitute(pattern: str, captures: Captures) -> str:
     """Return a pattern with the wildcards that have a value replaced."""
     if "{" not in pattern:
         return pattern
-    return WILDCARD.sub(lambda match: captures.get(match[1], match[0]), pattern)
+    text, names = _template(pattern)
+    return text % tuple([captures.get(name, f"{{{name}}}") for name in names])
+
+
+@functools.lru_cache(1 << 14)
+def _template(pattern: str) -> tuple[str, tuple[str, ...]]:
+    """Return a pattern as a format of `%`, and its wildcards in turn."""
+    literals = WILDCARD.split(pattern)
+    names, literals = tuple(literals[1::2]), literals[::2]
+    return "%s".join(literal.replace("%", "%%") for literal in literals), names
+
+
+class _Step(NamedTuple):
+    """A component whose wildcards have no value yet, and the components before it, each dotted."""
+
+    before: str
+    component: _Component
+
+
+@functools.lru_cache(1 << 14)
+def _steps(components: tuple[_Component, ...]) -> tuple[tuple[_Step, ...], str]:
+    """Return the steps of a pattern, and the components after the last, each dotted."""
+    steps: list[_Step] = []
+    known: set[str] = set()
+    before = ""
+    for component in components:
+        if known.issuperset(component.wildcards):
+            before += component.text + "."
+        else:
+            steps.append(_Step(before, component))
+            known.update(component.wildcards)
+            before = ""
+    return tuple(steps), before
 
 
 class NameTree:
     """Names by their dotted components."""
 
-    __slots__ = "_children", "_ends"
+    __slots__ = "_children", "_names"
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self._children: dict[str, NameTree] = {}
-        self._ends = False  # whether a name ends here
-        for name in names:
-            node = self
-            for part in name.split("."):
-                if part not in node._children:
-                    node._children[part] = NameTree()
-                node = node._children[part]
-            node._ends = True
+        self._names: Set[str] = dict.fromkeys(names).keys()
+        # By the components before them, each dotted, those that names go on with, in their order.
+        self._children: dict[str, dict[str, None]] = {"": {}}
+        for name in self._names:
+            end = name.rfind(".") + 1
+            self._of(name[:end])[name[end:]] = None
+
+    def _of(self, prefix: str) -> dict[str, None]:
+        children = self._children.get(prefix)
+        if children is None:
+            end = prefix.rfind(".", 0, -1) + 1
+            self._of(prefix[:end])[prefix[end:-1]] = None
+            children = self._children[prefix] = {}
+        return children
 
     def match(self, pattern: str) -> Iterator[tuple[str, dict[str, str]]]:
         """Yields the names that match a pattern, each with the values of all wildcards.
@@ -98,24 +135,24 @@ class NameTree:
         >>> list(NameTree(["a.0.w", "a.1.w", "a.1.b"]).match("a.{i}.w"))
         [('a.0.w', {'i': '0'}), ('a.1.w', {'i': '1'})]
         """
-        yield from self._match(parse_pattern(pattern), 0, "", {})
+        steps, after = _steps(parse_pattern(pattern))
+        for prefix, captures in self._match(steps, len(steps)):
+            name = (prefix + substitute(after, captures))[:-1]
+            if name in self._names:
+                yield name, captures
 
-    def _match(
-        self, components: tuple[_Component, ...], depth: int, prefix: str, captures: dict[str, str]
-    ) -> Iterator[tuple[str, dict[str, str]]]:
-        component = components[depth]
-        literal = substitute(component.text, captures)
-        is_open = any(name not in captures for name in component.wildcards)
-        parts = self._children if is_open else [literal] if literal in self._children else []
-        for part in parts:
-            values = component.match(part, captures) if is_open else captures
-            if values is None:
-                continue
-            node, name = self._children[part], prefix + part
-            if depth + 1 < len(components):
-                yield from node._match(components, depth + 1, f"{name}.", values)
-            elif node._ends:
-                yield name, values
+    def _match(self, steps: Sequence[_Step], count: int) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yields what some steps match, each component dotted."""
+        if not count:
+            yield "", {}
+            return
+        before, component = steps[count - 1]
+        for prefix, captures in self._match(steps, count - 1):
+            place = prefix + substitute(before, captures)
+            for part in self._children.get(place, ()):
+                values = component.match(part, captures)
+                if values is not None:
+                    yield f"{place}{part}.", values
 
 
 class TensorSpec(NamedTuple):
@@ -141,24 +178,33 @@ class TensorSpecs(dict[str, TensorSpec]):
         shapes: Shapes,
         names: Iterable[str] | None = None,
         pieces: Pieces | None = None,
-        packed: Set[str] = frozenset(),
     ) -> None:
+        kinds: dict[object, TensorSpec] = {}  # the same object for equal ones
         for name, (shape, dtype) in shapes.items():
-            self[name] = TensorSpec(tuple(shape), np.dtype(dtype))
+            spec = TensorSpec(tuple(shape), np.dtype(dtype))
+            self[name] = kinds.setdefault(spec, spec)
         self.names = self.keys() if names is None else dict.fromkeys(names).keys()
         self.pieces = pieces or {}
-        self.packed = packed  # those whose elements share bytes
+        self._of_names: TensorSpecs | None = None  # others of the same names
 
     def described(
         self,
         entries: Mapping[str, TensorEntry],
         pieces: Pieces | None = None,
     ) -> TensorSpecs:
-        """Return the same names, with shapes and dtypes of a checkpoint's tensors."""
-        shapes = {name: (entry.shape, entry.dtype.numpy) for name, entry in entries.items()}
-        packed = {name for name, entry in entries.items() if entry.dtype.packed}
-        specs = TensorSpecs(shapes, self.names, pieces, packed)
-        specs.tree = self.tree
+        """Return the same names, with shapes and dtypes of a checkpoint's tensors.
+
+        Tensors that are stored alike, up to the place, have the same object.
+        """
+        specs = TensorSpecs({}, None, pieces)
+        specs.names, specs._of_names = self.names, self
+        kinds: dict[object, TensorSpec] = {}
+        for name, (_, dtype, shape, _, _, _) in entries.items():
+            key = shape, id(dtype)  # dtypes of the file, of which several are one of numpy
+            spec = kinds.get(key)
+            if spec is None:
+                spec = kinds[key] = TensorSpec(shape, dtype.numpy)
+            specs[name] = spec
         return specs
 
     @classmethod
@@ -174,4 +220,4 @@ class TensorSpecs(dict[str, TensorSpec]):
 
     @functools.cached_property
     def tree(self) -> NameTree:
-        return NameTree(self.names)
+        return NameTree(self.names) if self._of_names is None else self._of_names.tree

@@ -25,7 +25,7 @@ from orbax_safetensors_layout.catalog import Catalog, compile_pattern
 from orbax_safetensors_layout.errors import MappingError, listed, pattern_of
 from orbax_safetensors_layout.runtime import frozen_heap
 
-from .affine.binding import Binder, BoundMapping, MatchedNames
+from .affine.binding import Binder, BoundMapping, LeafExpr, MatchedNames
 from .argument_checks import several
 from .expr.expression import Apply, Expr
 from .expr.opaque_ops import Compute
@@ -139,7 +139,7 @@ class Mapping:
         return [
             target.leaf
             for target in (*matches.targets, *matches.ambiguous)
-            if not target.rule.patterns() or any(target.tensors(specs))
+            if not target.patterns or any(target.tensors(specs))
         ]
 
     def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
@@ -287,7 +287,8 @@ class InverseMapping:
             name: " and ".join(f"inverse of {forward.notes[leaf]}" for leaf in expr.sources()[:2])
             for name, expr in inverted.items()
         }
-        return BoundMapping(inverted, {}, notes)
+        leaves = {name: LeafExpr.alone(expr) for name, expr in inverted.items()}
+        return BoundMapping(leaves, {}, notes)
 
     def explain(self, leaves: Shapes, checkpoint: Checkpoint | None = None) -> str:
         """Return a table: each tensor, its shape, the leaves that it takes; see `bind`."""
@@ -299,8 +300,8 @@ class InverseMapping:
         files = self.mapping.files
         own = TensorSpecs({}) if files is None else files
         targets, ambiguous, problems = match_rules(self.mapping.rules, own, shapes)
-        taken = {leaf: set(rule.patterns(captures)) for leaf, rule, captures in targets}
-        for leaf, rule, captures in targets:
+        taken = {target.leaf: set(target.patterns) for target in targets}
+        for leaf, rule, captures, _ in targets:
             other = None if rule.tied_to is None else substitute(rule.tied_to, captures)
             tied = other in leaves and taken.get(leaf, set()) <= taken.get(str(other), set())
             if rule.expr is None or tied or (files is not None and other is None):

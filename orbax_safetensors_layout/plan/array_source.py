@@ -26,9 +26,9 @@ from orbax_safetensors_layout.mapping import (
     BoundExpr,
     DecodedPiece,
     FillPiece,
+    LeafExpr,
     Mapping,
     Piece,
-    SimilarExpr,
     ValueOp,
     WholeTensor,
     affine_pieces,
@@ -141,11 +141,12 @@ def _once_for_similar(method: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(method)
     def cached(self: MappedSource, *args: object) -> T:
-        if self.similar is None:
+        model, call = self.leaf.model, (method, *args)
+        if model.cached is None:
             return method(self, *args)
-        model, call = self.similar.model, (method, *args)
         if call not in model.cached:
-            model.cached[call] = method(MappedSource(model.bound, self.tensors), *args)
+            first = MappedSource(LeafExpr.of_model(model), self.tensors)
+            model.cached[call] = method(first, *args)
         result: T = model.cached[call]
         return result
 
@@ -155,9 +156,12 @@ def _once_for_similar(method: Callable[..., T]) -> Callable[..., T]:
 class MappedSource(NamedTuple):
     """An expression over tensors."""
 
-    bound: BoundExpr
+    leaf: LeafExpr
     tensors: StoredTensors
-    similar: SimilarExpr | None = None
+
+    @property
+    def bound(self) -> BoundExpr:
+        return self.leaf.bound
 
     @property
     def catalog(self) -> Catalog | None:
@@ -166,11 +170,11 @@ class MappedSource(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.bound.shape
+        return self.leaf.shape
 
     @property
     def dtype(self) -> np.dtype:
-        return self.bound.dtype
+        return self.leaf.dtype
 
     @property
     def nbytes(self) -> int:
@@ -190,13 +194,13 @@ class MappedSource(NamedTuple):
     @property
     def file(self) -> str | None:
         """The file of the first tensor that it takes."""
-        sources = self.bound.sources()
+        sources = self.leaf.sources()
         return self.tensors[sources[0]].file if sources else None
 
     @property
     def place(self) -> tuple[str, int]:
         """The file and offset where the first tensor that it takes begins."""
-        sources = self.bound.sources()
+        sources = self.leaf.sources()
         return min((self.tensors[name].file, self.tensors[name].start) for name in sources)
 
     @_once_for_similar
@@ -249,12 +253,12 @@ class MappedSource(NamedTuple):
     ) -> LeafPlan:
         """Plan a read straight into place where possible, else composed parts of `block_bytes`."""
         plan = self._plan(local, dtype, block_bytes)
-        entries = self.tensors.entries
+        entries, model = self.tensors.entries, self.leaf.model
+        names = dict(zip(model.names, self.leaf.names, strict=True))
 
         def of(read: LeafRead) -> LeafRead:
-            if self.similar is None:
+            if model.cached is None:
                 return read._replace(name=name)
-            names = self.similar.names
             sources = [s._replace(entry=entries[names[s.entry.name]]) for s in read.sources]
             return read._replace(name=name, sources=tuple(sources))
 
@@ -441,10 +445,7 @@ def array_sources(
     tensors = StoredTensors(catalog.entries(matched.needs()), catalog)
     with frozen_heap():  # the headers' entries, too
         bound = matched.bind(tensors.entries, tensors.pieces)
-    return {
-        name: MappedSource(expr, tensors, bound.similar.get(name))
-        for name, expr in bound.expressions.items()
-    }
+    return {name: MappedSource(leaf, tensors) for name, leaf in bound.leaves.items()}
 
 
 def leaf_sources(catalog: Catalog, expressions: Dict[str, BoundExpr]) -> dict[str, ArraySource]:
@@ -456,4 +457,4 @@ def leaf_sources(catalog: Catalog, expressions: Dict[str, BoundExpr]) -> dict[st
         if dtype in SUB_BYTE:
             entries[name] = entries[name]._replace(dtype=ONE_A_BYTE[dtype.name])
     tensors = StoredTensors(entries, catalog)
-    return {name: MappedSource(expr, tensors) for name, expr in expressions.items()}
+    return {name: MappedSource(LeafExpr.alone(expr), tensors) for name, expr in expressions.items()}

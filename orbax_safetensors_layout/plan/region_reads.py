@@ -46,7 +46,7 @@ class ArrayRegion(NamedTuple):
         """Equal for arrays with the same values, as tied leaves; None where there are no others."""
         if isinstance(self.source, StoredSource):
             return None
-        return id(self.source.bound), self.dtype, self.is_exact
+        return id(self.source.leaf.identity), self.dtype, self.is_exact
 
 
 class ReadPurpose(NamedTuple):

@@ -15,6 +15,7 @@ from orbax_safetensors_layout.geometry import Box, row_blocks
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
     BoundExpr,
+    LeafExpr,
     Piece,
     Scanning,
     apply_view,
@@ -131,7 +132,7 @@ def _scan_stored(
     for source in (source for file in files for _, source in _gathered(plan, file, sources)):
         if isinstance(source, MappedSource):
             for operand, decoder in unseen_inputs(source.bound.nodes()):
-                inputs[id(operand)] = MappedSource(operand, source.tensors), decoder
+                inputs[id(operand)] = MappedSource(LeafExpr.alone(operand), source.tensors), decoder
     scans = [
         (source, decoder, box)
         for source, decoder in inputs.values()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from orbax_safetensors_layout.errors import MappingError, pattern_of
 from orbax_safetensors_layout.format import TensorEntry
@@ -28,14 +30,78 @@ class ExprModel:
 
     bound: BoundExpr
     names: tuple[str, ...]
-    cached: dict[object, Any] = dataclasses.field(default_factory=dict)  # results for all
+    takes: tuple[int, ...]  # numbers of those that it takes, each name once
+    cached: dict[object, Any] | None  # results for all; None where there are no others
+
+    @classmethod
+    def of(cls, bound: BoundExpr, names: Sequence[str], *, is_shared: bool) -> ExprModel:
+        takes = tuple(map(names.index, bound.sources()))
+        return cls(bound, tuple(names), takes, {} if is_shared else None)
 
 
-class SimilarExpr(NamedTuple):
-    """A model, and how the expression of a leaf differs from it."""
+class LeafExpr:
+    """The expression of a leaf: that of a model, over tensors of its own."""
 
-    model: ExprModel
-    names: dict[str, str]  # of its tensors, by those of the model
+    __slots__ = "_bound", "model", "names"
+
+    def __init__(self, model: ExprModel, names: Sequence[str]) -> None:
+        self.model = model
+        self.names = names  # of its tensors, as many as the model has
+        self._bound: BoundExpr | None = None
+
+    @classmethod
+    def alone(cls, bound: BoundExpr) -> LeafExpr:
+        """Return an expression that is no other's model."""
+        return cls.of_model(ExprModel.of(bound, bound.sources(), is_shared=False))
+
+    @classmethod
+    def of_model(cls, model: ExprModel) -> LeafExpr:
+        """Return the expression that is the model of others."""
+        leaf = cls(model, model.names)
+        leaf._bound = model.bound
+        return leaf
+
+    @property
+    def identity(self) -> object:
+        """The same object for leaves that share an expression, not just an equal one."""
+        return self.model.bound if self.model.cached is None else self
+
+    @property
+    def bound(self) -> BoundExpr:
+        """The expression itself; it is made when it is asked for."""
+        if self._bound is None:
+            names = dict(zip(self.model.names, self.names, strict=True))
+            self._bound = self.model.bound.renamed(names)
+        return self._bound
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.model.bound.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.model.bound.dtype
+
+    def sources(self) -> list[str]:
+        """Return the names of its tensors, each once, in the order of their use."""
+        names = self.names
+        return [names[number] for number in self.model.takes]
+
+
+class BoundExprs(Mapping[str, BoundExpr]):
+    """Expressions by name, of which each is made when it is asked for."""
+
+    def __init__(self, leaves: Mapping[str, LeafExpr]) -> None:
+        self._leaves = leaves
+
+    def __getitem__(self, name: str) -> BoundExpr:
+        return self._leaves[name].bound
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +112,16 @@ class BoundMapping:
     are equal they are the same object. Saving has none: such leaves are left out.
     """
 
-    expressions: dict[str, BoundExpr]
+    leaves: Mapping[str, LeafExpr]
     ties: dict[str, str]
     notes: dict[str, object]  # what each expression was written as, for `explain`
-    similar: dict[str, SimilarExpr] = dataclasses.field(default_factory=dict)
+
+    @property
+    def expressions(self) -> Mapping[str, BoundExpr]:
+        return BoundExprs(self.leaves)
 
     def specs(self) -> dict[str, TensorSpec]:
-        return {name: TensorSpec(expr.shape, expr.dtype) for name, expr in self.expressions.items()}
+        return {name: TensorSpec(leaf.shape, leaf.dtype) for name, leaf in self.leaves.items()}
 
     def explain(self) -> str:
         """Return a table of names, shapes, expressions and their tensors."""
@@ -106,11 +175,10 @@ class Binder:
     _problems: list[Problem] = dataclasses.field(default_factory=list)
     _missing: dict[str, None] = dataclasses.field(default_factory=dict)
     _models: dict[object, ExprModel] = dataclasses.field(default_factory=dict)
-    _similar: dict[str, SimilarExpr] = dataclasses.field(default_factory=dict)
 
     def bind(self, ignored: Sequence[re.Pattern[str]] | None) -> BoundMapping:
         """Binds every leaf, or raises one error for all problems; None ignores all tensors."""
-        bound: dict[str, BoundExpr] = {}
+        bound: dict[str, LeafExpr] = {}
         notes: dict[str, object] = {}
         matches = self.matches or match_rules(self.rules, self.specs, self.leaves)
         targets, ambiguous, problems = matches
@@ -134,15 +202,15 @@ class Binder:
             what = "The mapping does not fit the checkpoint and the model"
             raise mapping_error(what, self._problems, names)
         order = [target.leaf for target in targets if target.leaf in bound]
-        return BoundMapping({leaf: bound[leaf] for leaf in order}, ties, notes, self._similar)
+        return BoundMapping({leaf: bound[leaf] for leaf in order}, ties, notes)
 
     def _tie(
-        self, targets: Sequence[RuleTarget], bound: dict[str, BoundExpr], notes: dict[str, object]
+        self, targets: Sequence[RuleTarget], bound: dict[str, LeafExpr], notes: dict[str, object]
     ) -> dict[str, str]:
         """Return the ties; tied leaves without an expression, or with an equal one, share it."""
         leaves = {target.leaf for target in targets}
         ties: dict[str, str] = {}
-        for leaf, rule, captures in targets:
+        for leaf, rule, captures, _ in targets:
             if rule.tied_to is None:
                 continue
             other = substitute(rule.tied_to, captures)
@@ -150,7 +218,7 @@ class Binder:
             more = set(expr.sources()) - set(first.sources()) if expr and first else ()
             if other in leaves and not more:
                 ties[leaf] = other
-            if expr is not None and first is not None and expr == first:
+            if expr is not None and first is not None and expr.bound == first.bound:
                 bound[leaf] = first  # the same object: loading compares identities
             if rule.expr is None and first is not None:
                 bound[leaf], notes[leaf] = first, f"as {other!r}"
@@ -178,8 +246,8 @@ class Binder:
         lacking = [p for p in patterns if next(self.specs.tree.match(p), None) is None]
         return list({WILDCARD.sub("0", pattern): None for pattern in lacking} | self._missing)
 
-    def _bind_leaf(self, target: RuleTarget, expr: Expr, leaves: dict[str, BoundExpr]) -> None:
-        leaf, rule, _ = target
+    def _bind_leaf(self, target: RuleTarget, expr: Expr, leaves: dict[str, LeafExpr]) -> None:
+        leaf, rule, _, _ = target
         try:
             bound = self._bound(target, expr)
         except MappingError as error:
@@ -192,26 +260,25 @@ class Binder:
             self._check_shape(leaf, bound, expr, rule.target)
             leaves[leaf] = bound
 
-    def _bound(self, target: RuleTarget, expr: Expr) -> BoundExpr:
+    def _bound(self, target: RuleTarget, expr: Expr) -> LeafExpr:
         """Binds an expression, or takes that of another leaf of its rule, for other tensors."""
-        names = target.rule.patterns(target.captures)
-        known = [self.specs[n] for n in names if n in self.specs and n not in self.specs.pieces]
-        packed = (name in self.specs.packed for name in names)
-        likeness = (id(expr), *known, *map(names.index, names), *packed)
+        names, specs = target.patterns, self.specs
+        known = [id(specs[name]) for name in names if name in specs and name not in specs.pieces]
+        likeness = (id(expr), *known, *map(names.index, names))
         model = self._models.get(likeness)
         if model is None:
-            bound = expr.bind(target.captures, self.specs)
+            bound = expr.bind(target.captures, specs)
             if len(known) < len(names) or not expr.is_generic:
-                return bound
-            model = self._models[likeness] = ExprModel(bound, tuple(names))
-        renaming = dict(zip(model.names, names, strict=True))
-        self._similar[target.leaf] = SimilarExpr(model, renaming)
-        return model.bound.renamed(renaming)
+                return LeafExpr.alone(bound)
+            model = self._models[likeness] = ExprModel.of(bound, names, is_shared=True)
+        return LeafExpr(model, names)
 
-    def _check_shape(self, leaf: str, bound: BoundExpr, origin: object, target: str) -> None:
+    def _check_shape(self, leaf: str, bound: LeafExpr, origin: object, target: str) -> None:
         expected = None if self.leaves is None else self.leaves.get(leaf)
         if expected is not None and tuple(expected) != bound.shape:
-            text = f"leaf {leaf!r} has shape {list(expected)}, but {origin} gives {given(bound)}"
+            text = (
+                f"leaf {leaf!r} has shape {list(expected)}, but {origin} gives {given(bound.bound)}"
+            )
             hint = _shape_hint(tuple(expected), bound.shape)
             self._problems.append(Problem(text, f"rule {pattern_of(target)!r}", hint=hint))
 
