@@ -174,10 +174,10 @@ def _untied(target: RuleTarget, rules: Sequence[Rule], leaves: Container[str]) -
         return target
     tree = NameTree([other])
     matches = [
-        found
+        match
         for candidate in rules
         if candidate.expr is not None
-        for found in candidate.targets((leaf, values) for _, values in tree.match(candidate.target))
+        for match in candidate.targets((leaf, values) for _, values in tree.match(candidate.target))
     ]
     return matches[0] if len(matches) == 1 else target
 
@@ -244,8 +244,8 @@ def _joined(
     for of_pattern in matches:
         rows = {tuple((n, match[n]) for n in names if n in match): None for _, match in of_pattern}
         joined = _join(joined, rows)
-    rows = [dict(binding) for binding in joined if len(binding) == len(names)]
-    return {tuple(row[name] for name in names): None for row in rows}
+    full = [dict(binding) for binding in joined if len(binding) == len(names)]
+    return {tuple(values[name] for name in names): None for values in full}
 
 
 def _join(left: _Bindings, right: _Bindings) -> _Bindings:

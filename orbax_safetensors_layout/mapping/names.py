@@ -73,8 +73,8 @@ def substitute(pattern: str, captures: Captures) -> str:
     """Return a pattern with the wildcards that have a value replaced."""
     if "{" not in pattern:
         return pattern
-    text, names = _template(pattern)
-    return text % tuple([captures.get(name, f"{{{name}}}") for name in names])
+    template, names = _template(pattern)
+    return template % tuple([captures.get(name, f"{{{name}}}") for name in names])
 
 
 @functools.lru_cache(1 << 14)
@@ -85,7 +85,7 @@ def _template(pattern: str) -> tuple[str, tuple[str, ...]]:
     return "%s".join(literal.replace("%", "%%") for literal in literals), names
 
 
-class _Step(NamedTuple):
+class _OpenPart(NamedTuple):
     """A component whose wildcards have no value yet, and the components before it, each dotted."""
 
     before: str
@@ -93,19 +93,19 @@ class _Step(NamedTuple):
 
 
 @functools.lru_cache(1 << 14)
-def _steps(components: tuple[_Component, ...]) -> tuple[tuple[_Step, ...], str]:
-    """Return the steps of a pattern, and the components after the last, each dotted."""
-    steps: list[_Step] = []
+def _open_parts(components: tuple[_Component, ...]) -> tuple[tuple[_OpenPart, ...], str]:
+    """Return the open parts of a pattern, and the components after the last, each dotted."""
+    parts: list[_OpenPart] = []
     known: set[str] = set()
     before = ""
     for component in components:
         if known.issuperset(component.wildcards):
             before += component.text + "."
         else:
-            steps.append(_Step(before, component))
+            parts.append(_OpenPart(before, component))
             known.update(component.wildcards)
             before = ""
-    return tuple(steps), before
+    return tuple(parts), before
 
 
 class NameTree:
@@ -135,19 +135,19 @@ class NameTree:
         >>> list(NameTree(["a.0.w", "a.1.w", "a.1.b"]).match("a.{i}.w"))
         [('a.0.w', {'i': '0'}), ('a.1.w', {'i': '1'})]
         """
-        steps, after = _steps(parse_pattern(pattern))
-        for prefix, captures in self._match(steps, len(steps)):
+        parts, after = _open_parts(parse_pattern(pattern))
+        for prefix, captures in self._match(parts):
             name = (prefix + substitute(after, captures))[:-1]
             if name in self._names:
                 yield name, captures
 
-    def _match(self, steps: Sequence[_Step], count: int) -> Iterator[tuple[str, dict[str, str]]]:
-        """Yields what some steps match, each component dotted."""
-        if not count:
+    def _match(self, parts: Sequence[_OpenPart]) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yields what some parts match, each component dotted."""
+        if not parts:
             yield "", {}
             return
-        before, component = steps[count - 1]
-        for prefix, captures in self._match(steps, count - 1):
+        before, component = parts[-1]
+        for prefix, captures in self._match(parts[:-1]):
             place = prefix + substitute(before, captures)
             for part in self._children.get(place, ()):
                 values = component.match(part, captures)
@@ -194,7 +194,7 @@ class TensorSpecs(dict[str, TensorSpec]):
     ) -> TensorSpecs:
         """Return the same names, with shapes and dtypes of a checkpoint's tensors.
 
-        Tensors that are stored alike, up to the place, have the same object.
+        Tensors of one shape and dtype of the file have the same object.
         """
         specs = TensorSpecs({}, None, pieces)
         specs.names, specs._of_names = self.names, self

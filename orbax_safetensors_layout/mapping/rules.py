@@ -287,8 +287,8 @@ class InverseMapping:
             name: " and ".join(f"inverse of {forward.notes[leaf]}" for leaf in expr.sources()[:2])
             for name, expr in inverted.items()
         }
-        leaves = {name: LeafExpr.alone(expr) for name, expr in inverted.items()}
-        return BoundMapping(leaves, {}, notes)
+        tensors = {name: LeafExpr.alone(expr) for name, expr in inverted.items()}
+        return BoundMapping(tensors, {}, notes)
 
     def explain(self, leaves: Shapes, checkpoint: Checkpoint | None = None) -> str:
         """Return a table: each tensor, its shape, the leaves that it takes; see `bind`."""

@@ -90,3 +90,22 @@ def test_many_are_no_more_work_than_a_few(tmp_path, kind, monkeypatch):
         counts.append(len(calls))
         assert plan.cost().tensors >= layers
     assert 0 < counts[0] == counts[1]
+
+
+def test_their_expressions_are_made_when_they_are_asked_for(tmp_path, monkeypatch):
+    made = []
+    renamed = BoundExpr.renamed
+    monkeypatch.setattr(
+        BoundExpr, "renamed", lambda self, names: (made.append(names), renamed(self, names))[1]
+    )
+    folder_of(tmp_path / "m", 40)
+    mapping = osl.Mapping(RULES["transposed"][0], strict=False)
+    for how in ("each", "auto", "read_once"):
+        tree = wanted(mapping, tmp_path / "m")
+        osl.plan_load(
+            tmp_path / "m", tree, mapping=mapping, options=osl.ReadOptions(replicated=how)
+        )
+    assert not made
+    bound = mapping.bind(tmp_path / "m").expressions
+    assert bound["7.k"].sources() == ("7.w",)
+    assert {tuple(names.items()) for names in made} == {(("0.w", "7.w"),)}

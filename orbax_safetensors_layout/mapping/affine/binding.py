@@ -51,7 +51,7 @@ class LeafExpr:
 
     @classmethod
     def alone(cls, bound: BoundExpr) -> LeafExpr:
-        """Return an expression that is no other's model."""
+        """Return an expression that others do not share."""
         return cls.of_model(ExprModel.of(bound, bound.sources(), is_shared=False))
 
     @classmethod
