@@ -219,9 +219,14 @@ class MappedSource(NamedTuple):
         bits = self.tensors[first.source].dtype.bits
         apart = []
         for axis, (low, high, length) in enumerate(zip(*box, self.shape, strict=True)):
-            steps = max(high - low - 1, min(1, length - 1))  # to its end, or its neighbour
-            start = min(low, length - 1 - steps)
-            distance = self._distance(box.along(axis, start, start + steps + 1), axis)
+            steps, distance = max(high - low - 1, min(1, length - 1)), 0.0
+            while not distance:  # to its end or its neighbour; on, where these share a word
+                start = min(low, length - 1 - steps)
+                distance = self._distance(box.along(axis, start, start + steps + 1), axis)
+                if steps == length - 1:
+                    break
+                if not distance:
+                    steps = min(2 * steps, length - 1)
             far = math.isinf(distance)
             apart.append(sys.maxsize if far else -(-int(distance) * bits // (8 * max(1, steps))))
         return tuple(apart)

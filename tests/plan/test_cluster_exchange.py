@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -130,3 +131,27 @@ def test_leaves_that_take_no_tensor_are_planned_beside_others(tmp_path, replicat
         for process in range(2)
     ]
     assert sum(cost.read_bytes for cost in costs) == 128
+
+
+def test_columns_that_share_a_word_are_read_once(tmp_path):
+    """Eight integers of 4 bits in 32: neighbours in a device's columns are at the same place."""
+    weight = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    options = osl.WriteOptions(quantize=osl.Quantization("int4"))
+    osl.save(tmp_path / "q", {"up_proj.weight": weight}, options=options)
+    mapping = osl.dequantized(tmp_path / "q")
+    sharding = NamedSharding(AbstractMesh((64,), ("x",)), P(None, "x"))  # four columns of each
+    tree = {"up_proj.weight": jax.ShapeDtypeStruct(weight.shape, jnp.bfloat16, sharding=sharding)}
+    options = osl.ReadOptions(replicated="read_once")
+    read = 0
+    for process in range(16):
+        plan = osl.plan_load(
+            tmp_path / "q",
+            tree,
+            mapping=mapping,
+            options=options,
+            process_index=process,
+            process_count=16,
+        )
+        read += plan.cost().read_bytes
+    tensors = osl.metadata(tmp_path / "q").items()
+    assert read == sum(t.nbytes for name, t in tensors if not name.endswith("_shape"))
