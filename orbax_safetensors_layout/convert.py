@@ -208,7 +208,7 @@ def convert(
                 f"quantize is for format 'hf', not for {kind!r}", file=ref.path
             )
         mapping, inverts = _mapping(ref.path, reader.kind, kind, mapping, inverse, dequantize)
-        expressions: Mapping[str, BoundExpr] = {}
+        expressions: dict[str, BoundExpr] = {}
         if mapping is None and quantize is None:
             target_tree = plain_tree(tree)
         else:

@@ -53,7 +53,7 @@ def plain_tree(tree: Any) -> Any:
 
 def target_expressions(
     tree: Any, mapping: LeafMapping | None, *, inverse: bool
-) -> Mapping[str, BoundExpr]:
+) -> dict[str, BoundExpr]:
     """Return the arrays of a target, by name, over those of a source's tree.
 
     With `inverse` they are tensors that the mapping takes; without a mapping the source's own.

@@ -163,7 +163,7 @@ class MappedTensors(NamedTuple):
 
     expressions: dict[str, BoundExpr]  # row-major elements, over boxes that are held or stored
     held: dict[str, tuple[int, int]]  # of one process: numbers of leaf and box, by the box's name
-    plain: Mapping[str, BoundExpr]  # the same, before weights were quantised
+    plain: dict[str, BoundExpr]  # the same, before weights were quantised
 
 
 def plan_writes(
@@ -231,7 +231,7 @@ def plan_mapped_writes(
     tensors: list[NewTensor] = []
     expressions: dict[str, BoundExpr] = {}
     if mapping is None:
-        plain: Mapping[str, BoundExpr] = {name: whole_tensor(name, specs) for name in specs}
+        plain: dict[str, BoundExpr] = {name: whole_tensor(name, specs) for name in specs}
     else:
         plain = mapping.inverse().bind(specs).expressions
     for name, expr in tensors_to_write(plain, options.dtype, options.quantize).items():
@@ -257,7 +257,7 @@ def plan_mapped_writes(
 
 
 def tensors_to_write(
-    plain: Mapping[str, BoundExpr], dtype: np.dtype | None, quantize: Quantizes | None
+    plain: dict[str, BoundExpr], dtype: np.dtype | None, quantize: Quantizes | None
 ) -> dict[str, BoundExpr]:
     """Return the tensors of the files, quantised or in another dtype where these say so."""
     tensors = dict(plain) if quantize is None else quantize.apply(plain, dtype)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,23 +89,7 @@ class LeafExpr:
         return [names[number] for number in self.model.takes]
 
 
-class BoundExprs(Mapping[str, BoundExpr]):
-    """Expressions by name, of which each is made when it is asked for."""
-
-    def __init__(self, leaves: Mapping[str, LeafExpr]) -> None:
-        self._leaves = leaves
-
-    def __getitem__(self, name: str) -> BoundExpr:
-        return self._leaves[name].bound
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._leaves)
-
-    def __len__(self) -> int:
-        return len(self._leaves)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class BoundMapping:
     """Loading: leaves as expressions over tensors. Saving: tensors as expressions over leaves.
 
@@ -116,9 +101,10 @@ class BoundMapping:
     ties: dict[str, str]
     notes: dict[str, object]  # what each expression was written as, for `explain`
 
-    @property
-    def expressions(self) -> Mapping[str, BoundExpr]:
-        return BoundExprs(self.leaves)
+    @functools.cached_property
+    def expressions(self) -> dict[str, BoundExpr]:
+        """The expressions themselves, which planning does not need."""
+        return {name: leaf.bound for name, leaf in self.leaves.items()}
 
     def specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec(leaf.shape, leaf.dtype) for name, leaf in self.leaves.items()}
