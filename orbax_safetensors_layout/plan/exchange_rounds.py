@@ -8,6 +8,7 @@ small ones, packed into one buffer a column.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -22,7 +23,8 @@ class SharedLeaf(NamedTuple):
     """A leaf that several processes hold, or hold parts of."""
 
     number: int
-    replicas: Replicas  # its boxes; all of one shape
+    replicas: Replicas  # its boxes
+    shape: tuple[int, ...]  # of each of them
     dtype: np.dtype  # the dtype that it will have
     is_direct: bool  # whether gathered values remain on the devices, not to pass through the host
     place: tuple[str, int]  # the file and the offset that it, or its first part, begins at
@@ -41,10 +43,6 @@ class SharedLeaf(NamedTuple):
     def stored_bytes(self) -> float:
         """Bytes of a box in the files."""
         return self.box_bytes * self.stored
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.replicas.boxes[0].shape
 
     @property
     def box_bytes(self) -> int:
@@ -94,12 +92,11 @@ class Round(NamedTuple):
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape that one device contributes, padded to be equal for all."""
-        extent = -(-self.shape[self.axis] // self.parts)
-        return replaced(self.shape, self.axis, extent)
+        return _part_shape(self.shape, self.axis, self.parts)
 
     @property
     def slot_bytes(self) -> int:
-        return math.prod(self.part_shape) * self.dtype.itemsize
+        return _slot_bytes(self.shape, self.axis, self.parts, self.dtype.itemsize)
 
     @property
     def gathered_bytes(self) -> int:
@@ -134,14 +131,27 @@ class Round(NamedTuple):
         for row, column in self.grid.slots(process):
             lane, part = divmod(column, parts)
             for leaf, boxes, offset in self.lanes[lane]:
-                box = boxes[row]
-                if parts > 1:
-                    low = box.start[axis] + part * extent
-                    high = min(low + extent, box.stop[axis])
-                    if low >= high:
-                        continue
-                    box = box.along(axis, low, high)
-                yield Fragment(leaf, box, row, column, offset)
+                box = boxes[row] if parts == 1 else _part_of(boxes[row], axis, part, extent)
+                if box is not None:
+                    yield Fragment(leaf, box, row, column, offset)
+
+
+@functools.lru_cache(1 << 12)
+def _part_shape(shape: tuple[int, ...], axis: int, parts: int) -> tuple[int, ...]:
+    return replaced(shape, axis, -(-shape[axis] // parts))
+
+
+@functools.lru_cache(1 << 12)
+def _slot_bytes(shape: tuple[int, ...], axis: int, parts: int, itemsize: int) -> int:
+    return math.prod(_part_shape(shape, axis, parts)) * itemsize
+
+
+@functools.lru_cache(1 << 12)
+def _part_of(box: Box, axis: int, part: int, extent: int) -> Box | None:
+    """Return the part of a box that is read by itself; None where the others take all of it."""
+    low = box.start[axis] + part * extent
+    high = min(low + extent, box.stop[axis])
+    return box.along(axis, low, high) if low < high else None
 
 
 Stage = tuple[Round, ...]

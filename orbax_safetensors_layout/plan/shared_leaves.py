@@ -24,9 +24,10 @@ from .exchange_rounds import SharedLeaf
 
 
 class _Merged(NamedTuple):
-    """Boxes of which devices keep their parts; the last three as in `SharedLeaf`."""
+    """Boxes of which devices keep their parts; all but the first as in `SharedLeaf`."""
 
     replicas: Replicas
+    shape: tuple[int, ...]
     cut_axes: tuple[int, ...] = ()
     share: float = 1.0
     requests: int = 0
@@ -74,10 +75,11 @@ class SharedLeaves:
             self._merged[key] = replicas, self._merge(replicas, shape, strides, most, together)
         _, merged = self._merged[key]
         if merged is not None:
-            boxes, cut_axes, share, requests = merged
-            fields = number, boxes, dtype, is_direct, place, strides, cut_axes, tied, joint_axes
+            boxes, box_shape, cut_axes, share, requests = merged
+            array = number, boxes, box_shape, dtype, is_direct, place, strides
             stored = stored_bytes / (math.prod(shape) * dtype.itemsize)
-            self._leaves.append(SharedLeaf(*fields, share, requests, stored))
+            cost = share, requests, stored
+            self._leaves.append(SharedLeaf(*array, cut_axes, tied, joint_axes, *cost))
 
     def _merge(
         self,
@@ -115,11 +117,11 @@ class SharedLeaves:
                 outer = [n for n, stride in zip(box, strides, strict=True) if stride > inner]
                 alone = merged.grid.own_share, math.prod(outer)
             if most_elements is None:
-                return _Merged(merged, axes, *alone)
+                return _Merged(merged, merged.boxes[0].shape, axes, *alone)
             if merged.boxes[0].size <= most_elements:
                 uncut = merged._replace(grid=merged.grid._replace(cuts=()))
-                return _Merged(uncut, (), *alone)
-        return _Merged(replicas) if is_shared else None
+                return _Merged(uncut, uncut.boxes[0].shape, (), *alone)
+        return _Merged(replicas, box) if is_shared else None
 
 
 @functools.lru_cache

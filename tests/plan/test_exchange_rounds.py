@@ -48,7 +48,8 @@ def problems(draw):
         strides = tuple(stride * dtype.itemsize for stride in row_major_strides(shape))
         if draw(st.booleans()):
             strides = strides[::-1]
-        leaves.append(SharedLeaf(number, replicas, dtype, direct, place, strides))
+        shape = replicas.boxes[0].shape
+        leaves.append(SharedLeaf(number, replicas, shape, dtype, direct, place, strides))
     most = draw(st.sampled_from([1, 100, 10_000, 1 << 30]))
     stage, gap = draw(st.sampled_from([1, 1000, 1 << 30])), draw(st.sampled_from([0, 100]))
     return leaves, processes, ExchangeLimits(most, stage, gap)
@@ -109,8 +110,9 @@ def shared(count, shape, *, devices=8, processes=4, files=4, dtype=np.float32, s
     replicas = shards.replicas(NamedSharding(mesh, PartitionSpec(*spec)), shape)
     strides = tuple(stride * np.dtype(dtype).itemsize for stride in row_major_strides(shape))
     per_file = -(-count // files)
+    box = replicas.boxes[0].shape
     return [
-        SharedLeaf(n, replicas, np.dtype(dtype), True, (f"{n // per_file}", n), strides)
+        SharedLeaf(n, replicas, box, np.dtype(dtype), True, (f"{n // per_file}", n), strides)
         for n in range(count)
     ]
 
