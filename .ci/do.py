@@ -59,7 +59,7 @@ class Task(NamedTuple):
 
 PYTEST = ("-m", "pytest", "--numprocesses=auto", "--dist=loadfile")
 QUICK = "not soak and not slow"
-# What calls other libraries; what else there is calls numpy alone.
+# The tests of what calls JAX, Orbax and the libraries of storage.
 ROOMS = ("adapters", "conversion", "load", "lora", "multiprocess")
 ROOMS += ("pytree", "reading", "save", "sharding", "storage")
 FILES = ("mapping/test_live_arrays.py", "test_hf_to_jax.py", "test_readme.py")
@@ -123,12 +123,10 @@ def create(environment: Path) -> None:
 
     Without `ensurepip` (Debian splits it off) it has no pip of its own.
     """
-    pip = [] if importlib.util.find_spec("ensurepip") else ["--without-pip"]
-    made = python_matches(environment) or not run(
-        sys.executable, "-m", "venv", "--clear", *pip, environment
-    )
-    if not made:
-        give_up(f"could not create a virtual environment in {environment}")
+    if not python_matches(environment):
+        pip = [] if importlib.util.find_spec("ensurepip") else ["--without-pip"]
+        if run(sys.executable, "-m", "venv", "--clear", *pip, environment):
+            give_up(f"could not create a virtual environment in {environment}")
     run(*pip_command(environment, "install"), "uv")
 
 

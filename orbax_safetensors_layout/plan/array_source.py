@@ -219,14 +219,13 @@ class MappedSource(NamedTuple):
         bits = self.tensors[first.source].dtype.bits
         apart = []
         for axis, (low, high, length) in enumerate(zip(*box, self.shape, strict=True)):
-            steps, distance = max(high - low - 1, min(1, length - 1)), 0.0
-            while not distance:  # to its end or its neighbour; on, where these share a word
+            steps = max(high - low - 1, min(1, length - 1))  # to its end, or its neighbour
+            while True:
                 start = min(low, length - 1 - steps)
                 distance = self._distance(box.along(axis, start, start + steps + 1), axis)
-                if steps == length - 1:
+                if distance or steps == length - 1:
                     break
-                if not distance:
-                    steps = min(2 * steps, length - 1)
+                steps = min(2 * steps, length - 1)  # all of these share a word
             far = math.isinf(distance)
             apart.append(sys.maxsize if far else -(-int(distance) * bits // (8 * max(1, steps))))
         return tuple(apart)
@@ -259,11 +258,11 @@ class MappedSource(NamedTuple):
         """Plan a read straight into place where possible, else composed parts of `block_bytes`."""
         plan = self._plan(local, dtype, block_bytes)
         entries, model = self.tensors.entries, self.leaf.model
+        if model.cached is None:
+            return plan.with_reads(lambda read: read._replace(name=name))
         names = dict(zip(model.names, self.leaf.names, strict=True))
 
         def of(read: LeafRead) -> LeafRead:
-            if model.cached is None:
-                return read._replace(name=name)
             sources = [s._replace(entry=entries[names[s.entry.name]]) for s in read.sources]
             return read._replace(name=name, sources=tuple(sources))
 

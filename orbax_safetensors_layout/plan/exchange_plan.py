@@ -224,15 +224,16 @@ def _whole(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Rou
     rounds = len(leaves) // lanes
     if rounds >= _MANY_ROUNDS:  # the rest is one more round, in which some lanes are idle
         rounds += len(leaves) % lanes > 0
-    axes: dict[int, int] = {}  # that lanes are split along, by how many there are
+    axes: dict[object, int] = {}  # that lanes are split along
     in_lanes = [range(i, lanes * rounds, rounds) for i in range(rounds)]
     for numbers in (*in_lanes, *([n] for n in range(lanes * rounds, len(leaves)))):
         step = [leaves[n : n + 1] for n in numbers]
         items = [tuple(Item(leaf.number, leaf.replicas.boxes) for leaf in lane) for lane in step]
         first = step[0][0]
-        if len(step) not in axes:
-            axes[len(step)] = _split_axis(first, grid.columns // len(step), limits)
-        axis = axes[len(step)]
+        key = len(step), first.strides
+        if key not in axes:
+            axes[key] = _split_axis(first, grid.columns // len(step), limits)
+        axis = axes[key]
         form = first.shape, first.dtype, axis, False, first.is_direct, first.cut_axes
         yield Round(grid, tuple(items), *form)
 

@@ -257,7 +257,7 @@ def plan_mapped_writes(
 
 
 def tensors_to_write(
-    plain: dict[str, BoundExpr], dtype: np.dtype | None, quantize: Quantizes | None
+    plain: Mapping[str, BoundExpr], dtype: np.dtype | None, quantize: Quantizes | None
 ) -> dict[str, BoundExpr]:
     """Return the tensors of the files, quantised or in another dtype where these say so."""
     tensors = dict(plain) if quantize is None else quantize.apply(plain, dtype)

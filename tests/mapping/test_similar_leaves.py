@@ -100,11 +100,10 @@ def test_their_expressions_are_made_when_they_are_asked_for(tmp_path, monkeypatc
     )
     folder_of(tmp_path / "m", 40)
     mapping = osl.Mapping(RULES["transposed"][0], strict=False)
+    tree = wanted(mapping, tmp_path / "m")
     for how in ("each", "auto", "read_once"):
-        tree = wanted(mapping, tmp_path / "m")
-        osl.plan_load(
-            tmp_path / "m", tree, mapping=mapping, options=osl.ReadOptions(replicated=how)
-        )
+        options = osl.ReadOptions(replicated=how)
+        osl.plan_load(tmp_path / "m", tree, mapping=mapping, options=options)
     assert not made
     bound = mapping.bind(tmp_path / "m").expressions
     assert bound["7.k"].sources() == ("7.w",)
