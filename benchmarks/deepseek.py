@@ -1,4 +1,4 @@
-"""An index and the headers of DeepSeek-V3's size, without its 690 GB.
+"""Indexes and headers of the sizes of DeepSeek-V3 and Kimi-K2, without their 690 and 590 GB.
 
 This module imports the standard library alone, so that tests can load it from its path.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,17 +17,13 @@ INDEX_NAME = "model.safetensors.index.json"
 FILES = 163
 
 _HIDDEN = 7168
-_VOCABULARY = 129_280
-_LAYERS = 61  # and one more, the multi-token prediction module
-_DENSE_LAYERS = 3
 _DENSE_INTER = 18_432
-_EXPERTS = 256
 _EXPERT_INTER = 2048
-_HEADS = 128
 _QUERY_RANK, _KEY_VALUE_RANK = 1536, 512
 _NOPE, _ROPE, _VALUE = 128, 64, 128
 _BLOCK = 128
-_ITEMSIZE = MappingProxyType({"F8_E4M3": 1, "BF16": 2, "F32": 4})
+_GROUP = 32  # elements with a scale
+_ITEMSIZE = MappingProxyType({"F8_E4M3": 1, "BF16": 2, "F32": 4, "I32": 4})
 
 
 class Tensor(NamedTuple):
@@ -106,52 +102,95 @@ def _write_sparse(path: Path, tensors: list[Tensor]) -> None:
         file.truncate(8 + len(text) + start)
 
 
-def deepseek_tensors(layers: int = _LAYERS, experts: int = _EXPERTS) -> Iterator[Tensor]:
+class Size(NamedTuple):
+    """What differs between models of one architecture."""
+
+    layers: int
+    dense_layers: int
+    experts: int
+    heads: int
+    vocabulary: int
+
+
+DEEPSEEK = Size(61, 3, 256, 128, 129_280)
+KIMI = Size(61, 1, 384, 64, 163_840)
+Weight = Callable[[str, int, int], Iterator[Tensor]]
+
+
+def deepseek_tensors(
+    layers: int = DEEPSEEK.layers, experts: int = DEEPSEEK.experts
+) -> Iterator[Tensor]:
     """Every tensor of the published checkpoint's index, or of one of fewer layers or experts."""
-    yield Tensor("model.embed_tokens.weight", (_VOCABULARY, _HIDDEN), "BF16")
-    for layer in range(layers + 1):
-        yield from _layer(layer, experts, last=layer == layers)
+    yield from _tensors(DEEPSEEK._replace(layers=layers, experts=experts), _fp8, _fp8, more=True)
+
+
+def kimi_tensors() -> Iterator[Tensor]:
+    """Tensors of Kimi-K2's size, its experts packed to 4 bits as compressed-tensors does."""
+    yield from _tensors(KIMI, _plain, _int4, more=False)
+
+
+def plain_tensors(size: Size, *, more: bool) -> Iterator[Tensor]:
+    """The tensors of a model that is not quantised; with `more`, its multi-token prediction."""
+    yield from _tensors(size, _plain, _plain, more=more)
+
+
+def _tensors(size: Size, weight: Weight, expert: Weight, *, more: bool) -> Iterator[Tensor]:
+    yield Tensor("model.embed_tokens.weight", (size.vocabulary, _HIDDEN), "BF16")
+    for layer in range(size.layers):
+        yield from _layer(f"model.layers.{layer}.", size, weight, expert, dense=layer < size.dense_layers)
+    if more:
+        yield from _prediction(f"model.layers.{size.layers}.", size)
+        yield from _layer(f"model.layers.{size.layers}.", size, weight, expert, dense=False)
     yield Tensor("model.norm.weight", (_HIDDEN,), "BF16")
-    yield Tensor("lm_head.weight", (_VOCABULARY, _HIDDEN), "BF16")
+    yield Tensor("lm_head.weight", (size.vocabulary, _HIDDEN), "BF16")
 
 
-def _layer(layer: int, experts: int, *, last: bool) -> Iterator[Tensor]:
-    prefix = f"model.layers.{layer}."
-    if last:
-        yield Tensor(prefix + "embed_tokens.weight", (_VOCABULARY, _HIDDEN), "BF16")
-        yield Tensor(prefix + "enorm.weight", (_HIDDEN,), "BF16")
-        yield Tensor(prefix + "hnorm.weight", (_HIDDEN,), "BF16")
-        yield Tensor(prefix + "eh_proj.weight", (_HIDDEN, 2 * _HIDDEN), "BF16")
-        yield Tensor(prefix + "shared_head.norm.weight", (_HIDDEN,), "BF16")
-        yield Tensor(prefix + "shared_head.head.weight", (_VOCABULARY, _HIDDEN), "BF16")
-    yield from _attention(prefix + "self_attn.")
-    if layer < _DENSE_LAYERS:
-        yield from _gated(prefix + "mlp.", _DENSE_INTER)
+def _prediction(prefix: str, size: Size) -> Iterator[Tensor]:
+    """What the layer of multi-token prediction has beside those of every layer."""
+    yield Tensor(prefix + "embed_tokens.weight", (size.vocabulary, _HIDDEN), "BF16")
+    yield Tensor(prefix + "enorm.weight", (_HIDDEN,), "BF16")
+    yield Tensor(prefix + "hnorm.weight", (_HIDDEN,), "BF16")
+    yield Tensor(prefix + "eh_proj.weight", (_HIDDEN, 2 * _HIDDEN), "BF16")
+    yield Tensor(prefix + "shared_head.norm.weight", (_HIDDEN,), "BF16")
+    yield Tensor(prefix + "shared_head.head.weight", (size.vocabulary, _HIDDEN), "BF16")
+
+
+def _layer(
+    prefix: str, size: Size, weight: Weight, expert: Weight, *, dense: bool
+) -> Iterator[Tensor]:
+    yield from _attention(prefix + "self_attn.", size.heads, weight)
+    if dense:
+        yield from _gated(prefix + "mlp.", _DENSE_INTER, weight)
     else:
-        for expert in range(experts):
-            yield from _gated(f"{prefix}mlp.experts.{expert}.", _EXPERT_INTER)
-        yield Tensor(prefix + "mlp.gate.weight", (experts, _HIDDEN), "BF16")
-        yield Tensor(prefix + "mlp.gate.e_score_correction_bias", (experts,), "F32")
-        yield from _gated(prefix + "mlp.shared_experts.", _EXPERT_INTER)
+        for number in range(size.experts):
+            yield from _gated(f"{prefix}mlp.experts.{number}.", _EXPERT_INTER, expert)
+        yield Tensor(prefix + "mlp.gate.weight", (size.experts, _HIDDEN), "BF16")
+        yield Tensor(prefix + "mlp.gate.e_score_correction_bias", (size.experts,), "F32")
+        yield from _gated(prefix + "mlp.shared_experts.", _EXPERT_INTER, weight)
     yield Tensor(prefix + "input_layernorm.weight", (_HIDDEN,), "BF16")
     yield Tensor(prefix + "post_attention_layernorm.weight", (_HIDDEN,), "BF16")
 
 
-def _attention(prefix: str) -> Iterator[Tensor]:
+def _attention(prefix: str, heads: int, weight: Weight) -> Iterator[Tensor]:
     """Multi-head latent attention."""
-    yield from _fp8(prefix + "q_a_proj", _QUERY_RANK, _HIDDEN)
+    yield from weight(prefix + "q_a_proj", _QUERY_RANK, _HIDDEN)
     yield Tensor(prefix + "q_a_layernorm.weight", (_QUERY_RANK,), "BF16")
-    yield from _fp8(prefix + "q_b_proj", _HEADS * (_NOPE + _ROPE), _QUERY_RANK)
-    yield from _fp8(prefix + "kv_a_proj_with_mqa", _KEY_VALUE_RANK + _ROPE, _HIDDEN)
+    yield from weight(prefix + "q_b_proj", heads * (_NOPE + _ROPE), _QUERY_RANK)
+    yield from weight(prefix + "kv_a_proj_with_mqa", _KEY_VALUE_RANK + _ROPE, _HIDDEN)
     yield Tensor(prefix + "kv_a_layernorm.weight", (_KEY_VALUE_RANK,), "BF16")
-    yield from _fp8(prefix + "kv_b_proj", _HEADS * (_NOPE + _VALUE), _KEY_VALUE_RANK)
-    yield from _fp8(prefix + "o_proj", _HIDDEN, _HEADS * _VALUE)
+    yield from weight(prefix + "kv_b_proj", heads * (_NOPE + _VALUE), _KEY_VALUE_RANK)
+    yield from weight(prefix + "o_proj", _HIDDEN, heads * _VALUE)
 
 
-def _gated(prefix: str, inter: int) -> Iterator[Tensor]:
-    yield from _fp8(prefix + "gate_proj", inter, _HIDDEN)
-    yield from _fp8(prefix + "up_proj", inter, _HIDDEN)
-    yield from _fp8(prefix + "down_proj", _HIDDEN, inter)
+def _gated(prefix: str, inter: int, weight: Weight) -> Iterator[Tensor]:
+    yield from weight(prefix + "gate_proj", inter, _HIDDEN)
+    yield from weight(prefix + "up_proj", inter, _HIDDEN)
+    yield from weight(prefix + "down_proj", _HIDDEN, inter)
+
+
+def _plain(name: str, rows: int, columns: int) -> Iterator[Tensor]:
+    """A weight of shape `[rows, columns]`."""
+    yield Tensor(name + ".weight", (rows, columns), "BF16")
 
 
 def _fp8(name: str, rows: int, columns: int) -> Iterator[Tensor]:
@@ -159,3 +198,9 @@ def _fp8(name: str, rows: int, columns: int) -> Iterator[Tensor]:
     yield Tensor(name + ".weight", (rows, columns), "F8_E4M3")
     blocks = (-(-rows // _BLOCK), -(-columns // _BLOCK))
     yield Tensor(name + ".weight_scale_inv", blocks, "F32")
+
+
+def _int4(name: str, rows: int, columns: int) -> Iterator[Tensor]:
+    """A weight of shape `[rows, columns]`, eight elements in a word, a scale for 32 of a row."""
+    yield Tensor(name + ".weight_packed", (rows, columns // 8), "I32")
+    yield Tensor(name + ".weight_scale", (rows, columns // _GROUP), "BF16")
