@@ -137,7 +137,9 @@ def plain_tensors(size: Size, *, more: bool) -> Iterator[Tensor]:
 def _tensors(size: Size, weight: Weight, expert: Weight, *, more: bool) -> Iterator[Tensor]:
     yield Tensor("model.embed_tokens.weight", (size.vocabulary, _HIDDEN), "BF16")
     for layer in range(size.layers):
-        yield from _layer(f"model.layers.{layer}.", size, weight, expert, dense=layer < size.dense_layers)
+        yield from _layer(
+            f"model.layers.{layer}.", size, weight, expert, dense=layer < size.dense_layers
+        )
     if more:
         yield from _prediction(f"model.layers.{size.layers}.", size)
         yield from _layer(f"model.layers.{size.layers}.", size, weight, expert, dense=False)

@@ -20,7 +20,7 @@ from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
 from .cost import Cost, HostRate, LeafCost
 from .coverage import Coverage, coverage
 from .exchange_plan import ExchangeLimits, ExchangePolicy, plan_exchange
-from .exchange_rounds import Fragment, Item, Round, SharedLeaf, Stage
+from .exchange_rounds import Fragment, Item, Round, RoundForm, SharedLeaf, Stage
 from .leaf_reads import ComposedArray, LeafRead
 from .reads import ReadPlan, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads

@@ -263,8 +263,10 @@ class MappedSource(NamedTuple):
         names = dict(zip(model.names, self.leaf.names, strict=True))
 
         def of(read: LeafRead) -> LeafRead:
-            sources = [s._replace(entry=entries[names[s.entry.name]]) for s in read.sources]
-            return read._replace(name=name, sources=tuple(sources))
+            of_leaf = [entries[names[source.entry.name]] for source in read.sources]
+            pieces = zip(of_leaf, read.sources, strict=True)
+            sources = tuple(TensorPiece(entry, *source[1:]) for entry, source in pieces)
+            return read._replace(name=name, sources=sources)
 
         return plan.with_reads(of)
 

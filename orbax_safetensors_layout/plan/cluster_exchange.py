@@ -52,15 +52,17 @@ def plan_cluster_exchange(
         buffered = np.zeros(processes, np.int64)
         for step in stage:
             of_column = step.column_bytes(box_bytes)
-            owners = np.array(step.grid.processes)  # [boxes, columns] the process of each device
+            owners = np.array(
+                step.form.grid.processes
+            )  # [boxes, columns] the process of each device
             devices = np.bincount(owners.reshape(-1), minlength=processes)
             for total, each in ((read, of_column), (requests, -(-of_column // request_bytes))):
                 weights = np.broadcast_to(each, owners.shape).reshape(-1)
                 total += np.bincount(owners.reshape(-1), weights, processes).astype(np.int64)
-            received += devices * step.device_received_bytes
-            buffered += devices * step.slot_bytes
+            received += devices * step.form.device_received_bytes
+            buffered += devices * step.form.slot_bytes
             for number, lane in enumerate(step.lanes):
-                columns = slice(number * step.parts, (number + 1) * step.parts)
+                columns = slice(number * step.form.parts, (number + 1) * step.form.parts)
                 readers = np.unique(owners[:, columns][:, of_column[columns] > 0])
                 tensors[readers] += len(lane)
                 for file in {entries[item.leaf].file for item in lane}:

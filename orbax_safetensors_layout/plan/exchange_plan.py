@@ -28,7 +28,7 @@ from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT, batches
 from orbax_safetensors_layout.sharding import ReplicaGrid
 
 from .cost import HostRate
-from .exchange_rounds import Item, Round, SharedLeaf, Stage
+from .exchange_rounds import Item, Round, RoundForm, SharedLeaf, Stage
 
 _BYTE = np.dtype(np.uint8)
 _SMALL_BYTES = MIB  # smaller boxes are packed together: one round takes many of them
@@ -101,7 +101,7 @@ class ExchangeRates(NamedTuple):
         return [groups[number] for number in sorted(kept)]
 
     def _compare(self, leaves: Sequence[SharedLeaf], rounds: Sequence[Round]) -> _Comparison:
-        grid = rounds[0].grid
+        grid = rounds[0].form.grid
         holders = [set(row) for row in grid.processes]  # of each box
         boxes = max(collections.Counter(itertools.chain.from_iterable(holders)).values())
         nbytes = sum(leaf.stored_bytes for leaf in leaves)
@@ -112,7 +112,7 @@ class ExchangeRates(NamedTuple):
         alone_bytes = each * sum(map(len, holders))
         alone = self.storage.read_seconds(each * boxes, alone_bytes)
         alone += self.storage.request_seconds * boxes * sum(leaf.requests for leaf in leaves)
-        gathered = sum(step.gathered_bytes for step in rounds) * grid.most_slots
+        gathered = sum(step.form.gathered_bytes for step in rounds) * grid.most_slots
         programs = min(len(rounds), _MOST_PROGRAMS)
         once += self.exchange.seconds(gathered, len(rounds), programs)
         return _Comparison(alone, once, alone_bytes, once_bytes)
@@ -194,7 +194,7 @@ def plan_exchange(
 
 
 def _stage_bytes(stage: Stage) -> int:
-    return sum(step.slot_bytes * step.grid.most_slots for step in stage)
+    return sum(step.form.most_slot_bytes for step in stage)
 
 
 def _repeated(step: Round, tied: Mapping[int, tuple[int, ...]]) -> Stage:
@@ -224,18 +224,18 @@ def _whole(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Rou
     rounds = len(leaves) // lanes
     if rounds >= _MANY_ROUNDS:  # the rest is one more round, in which some lanes are idle
         rounds += len(leaves) % lanes > 0
-    axes: dict[object, int] = {}  # that lanes are split along
+    forms: dict[object, RoundForm] = {}
     in_lanes = [range(i, lanes * rounds, rounds) for i in range(rounds)]
     for numbers in (*in_lanes, *([n] for n in range(lanes * rounds, len(leaves)))):
         step = [leaves[n : n + 1] for n in numbers]
         items = [tuple(Item(leaf.number, leaf.replicas.boxes) for leaf in lane) for lane in step]
         first = step[0][0]
         key = len(step), first.strides
-        if key not in axes:
-            axes[key] = _split_axis(first, grid.columns // len(step), limits)
-        axis = axes[key]
-        form = first.shape, first.dtype, axis, False, first.is_direct, first.cut_axes
-        yield Round(grid, tuple(items), *form)
+        if key not in forms:
+            axis = _split_axis(first, grid.columns // len(step), limits)
+            how = axis, False, first.is_direct, first.cut_axes
+            forms[key] = RoundForm(grid, len(step), first.shape, first.dtype, *how)
+        yield Round(forms[key], tuple(items))
 
 
 def _split_axis(leaf: SharedLeaf, parts: int, limits: ExchangeLimits) -> int:
@@ -287,6 +287,6 @@ def _packed(leaves: Sequence[SharedLeaf], limits: ExchangeLimits) -> Iterator[Ro
         bins[number].append(Item(leaf.number, leaf.replicas.boxes, filled[number]))
         filled[number] += size
         before += size
+    form = RoundForm(grid, grid.columns, (max(filled),), _BYTE, 0, True, False)
     for i in range(rounds):
-        lanes = tuple(map(tuple, bins[i::rounds]))
-        yield Round(grid, lanes, (max(filled),), _BYTE, 0, True, False)
+        yield Round(form, tuple(map(tuple, bins[i::rounds])))

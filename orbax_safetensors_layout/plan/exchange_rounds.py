@@ -8,9 +8,10 @@ small ones, packed into one buffer a column.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,11 +73,12 @@ class Fragment(NamedTuple):
     offset: int
 
 
-class Round(NamedTuple):
-    """Leaves that are exchanged together."""
+@dataclasses.dataclass(frozen=True)
+class RoundForm:
+    """The devices of a round and how they share it, without the leaves; one for many rounds."""
 
     grid: ReplicaGrid  # the devices
-    lanes: tuple[tuple[Item, ...], ...]  # the leaves of each; at most one, unless they are packed
+    lanes: int  # number of lanes
     shape: tuple[int, ...]  # that a lane gathers in each row: a box, or `[bytes]` of packed ones
     dtype: np.dtype  # dtype of its elements
     axis: int  # the dimension that the columns of a lane split it along
@@ -84,41 +86,83 @@ class Round(NamedTuple):
     is_direct: bool  # whether the gathered values remain on the devices
     cut_axes: tuple[int, ...] = ()  # dimensions along which each device keeps its own part of them
 
-    @property
+    @functools.cached_property
     def parts(self) -> int:
         """Columns that split a lane among them."""
-        return self.grid.columns // len(self.lanes)
+        return self.grid.columns // self.lanes
 
-    @property
+    @functools.cached_property
     def part_shape(self) -> tuple[int, ...]:
         """Shape that one device contributes, padded to be equal for all."""
-        return _part_shape(self.shape, self.axis, self.parts)
+        return replaced(self.shape, self.axis, -(-self.shape[self.axis] // self.parts))
 
-    @property
+    @functools.cached_property
     def slot_bytes(self) -> int:
-        return _slot_bytes(self.shape, self.axis, self.parts, self.dtype.itemsize)
+        """Bytes that one device contributes."""
+        return math.prod(self.part_shape) * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
+    def most_slot_bytes(self) -> int:
+        """Bytes that the devices of a process contribute, the most of any."""
+        return self.slot_bytes * self.grid.most_slots
+
+    @functools.cached_property
     def gathered_bytes(self) -> int:
         """Bytes that every device of the grid gathers."""
         return self.slot_bytes * self.grid.replicas
+
+    @functools.cached_property
+    def device_received_bytes(self) -> int:
+        """Bytes that a device gets from others: all that it gathers but its own piece."""
+        return self.gathered_bytes - self.slot_bytes // math.prod(self.grid.cuts)
 
     def received_bytes(self, process: int) -> int:
         """Bytes that the devices of a process get from others."""
         return len(self.grid.slots(process)) * self.device_received_bytes
 
-    @property
-    def device_received_bytes(self) -> int:
-        """Bytes that a device gets from others: all that it gathers but its own piece."""
-        return self.gathered_bytes - self.slot_bytes // math.prod(self.grid.cuts)
+    def part_of(self, boxes: Sequence[Box], row: int, column: int) -> Box | None:
+        """Return what the device at a place reads of a leaf; None where others take all of it."""
+        box = boxes[row]
+        if self.parts == 1:
+            return box
+        extent = self.part_shape[self.axis]
+        low = box.start[self.axis] + column % self.parts * extent
+        high = min(low + extent, box.stop[self.axis])
+        return box.along(self.axis, low, high) if low < high else None
+
+    def own_parts(self, process: int, boxes: tuple[Box, ...]) -> Mapping[int, tuple[Box, ...]]:
+        """Return by lane, in the order of the devices, what a process reads of a leaf in it."""
+        known = self._parts.get((process, id(boxes)))
+        if known is None:
+            of_lane: dict[int, list[Box]] = {}
+            for row, column in self.grid.slots(process):
+                box = self.part_of(boxes, row, column)
+                if box is not None:
+                    of_lane.setdefault(column // self.parts, []).append(box)
+            parts = {lane: tuple(of_lane[lane]) for lane in of_lane}
+            known = self._parts[process, id(boxes)] = boxes, parts
+        return known[1]
+
+    @functools.cached_property
+    def _parts(self) -> dict[tuple[int, int], tuple[tuple[Box, ...], dict[int, tuple[Box, ...]]]]:
+        """By process and the id of the boxes, which the values keep."""
+        return {}
+
+
+class Round(NamedTuple):
+    """Leaves that are exchanged together."""
+
+    form: RoundForm
+    lanes: tuple[tuple[Item, ...], ...]  # the leaves of each; at most one, unless they are packed
 
     def column_bytes(self, box_bytes: Mapping[int, int]) -> Ints:
         """Return the bytes that the devices of each column read, of boxes of leaves of a size."""
         lanes = np.array([sum(box_bytes[item.leaf] for item in lane) for lane in self.lanes])
-        if self.parts == 1:
+        form = self.form
+        if form.parts == 1:
             return lanes
-        length = self.shape[self.axis]
-        bounds = np.minimum(np.arange(self.parts + 1) * self.part_shape[self.axis], length)
+        length = form.shape[form.axis]
+        bounds = np.minimum(np.arange(form.parts + 1) * form.part_shape[form.axis], length)
         extents = np.diff(bounds)
         each, rest = np.divmod(lanes[:, None], length)  # the product itself may be too large
         columns: Ints = each * extents + rest * extents // length
@@ -126,32 +170,21 @@ class Round(NamedTuple):
 
     def fragments(self, process: int) -> Iterator[Fragment]:
         """Yields the boxes that a process reads for the round, device by device."""
-        parts, axis = self.parts, self.axis
-        extent = self.part_shape[axis]
-        for row, column in self.grid.slots(process):
-            lane, part = divmod(column, parts)
-            for leaf, boxes, offset in self.lanes[lane]:
-                box = boxes[row] if parts == 1 else _part_of(boxes[row], axis, part, extent)
+        form = self.form
+        for row, column in form.grid.slots(process):
+            for leaf, boxes, offset in self.lanes[column // form.parts]:
+                box = form.part_of(boxes, row, column)
                 if box is not None:
                     yield Fragment(leaf, box, row, column, offset)
 
-
-@functools.lru_cache(1 << 12)
-def _part_shape(shape: tuple[int, ...], axis: int, parts: int) -> tuple[int, ...]:
-    return replaced(shape, axis, -(-shape[axis] // parts))
-
-
-@functools.lru_cache(1 << 12)
-def _slot_bytes(shape: tuple[int, ...], axis: int, parts: int, itemsize: int) -> int:
-    return math.prod(_part_shape(shape, axis, parts)) * itemsize
-
-
-@functools.lru_cache(1 << 12)
-def _part_of(box: Box, axis: int, part: int, extent: int) -> Box | None:
-    """Return the part of a box that is read by itself; None where the others take all of it."""
-    low = box.start[axis] + part * extent
-    high = min(low + extent, box.stop[axis])
-    return box.along(axis, low, high) if low < high else None
+    def reads(self, process: int) -> Iterator[tuple[int, tuple[Box, ...]]]:
+        """Yields the same leaf by leaf: its number, and the boxes."""
+        own_parts = self.form.own_parts
+        for number, lane in enumerate(self.lanes):
+            for leaf, boxes, _ in lane:
+                parts = own_parts(process, boxes).get(number)
+                if parts is not None:
+                    yield leaf, parts
 
 
 Stage = tuple[Round, ...]

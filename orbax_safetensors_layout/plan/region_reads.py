@@ -100,11 +100,12 @@ class RegionReads:
 
 def _likeness(region: ArrayRegion, plan: LeafPlan) -> object:
     """Return a key that is equal for regions whose values one read gives, or None."""
-    if region.values_key is None:
+    values = region.values_key
+    if values is None:
         return None
     # Of leaves that are read once for all processes, one process may read other boxes of each.
     boxes = [b.tile.box for b in plan.blocks] if plan.read is None else plan.read.local.boxes
-    return region.values_key, region.local, tuple(boxes)
+    return values, region.local, tuple(boxes)
 
 
 def _plan_regions(regions: Sequence[ArrayRegion], memory_budget_bytes: int) -> list[LeafPlan]:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors_layout.plan import Round
+from orbax_safetensors_layout.plan import RoundForm
 from orbax_safetensors_layout.runtime import allocate
 from orbax_safetensors_layout.sharding import ReplicaGrid
 
@@ -25,22 +25,22 @@ _BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"
 class SendBuffer:
     """The values that the devices of this process contribute to a round."""
 
-    def __init__(self, step: Round) -> None:
-        self._round = step
-        itemsize = step.dtype.itemsize
-        self._bits: np.dtype = np.dtype(f"u{itemsize}" if step.is_direct else "u1")
-        self._trailing = () if step.is_direct or step.is_packed else (itemsize,)
+    def __init__(self, form: RoundForm) -> None:
+        self._form = form
+        itemsize = form.dtype.itemsize
+        self._bits: np.dtype = np.dtype(f"u{itemsize}" if form.is_direct else "u1")
+        self._trailing = () if form.is_direct or form.is_packed else (itemsize,)
         self._values: dict[tuple[int, int], np.ndarray] = {}
 
     def put(self, row: int, column: int, offset: int, values: np.ndarray) -> None:
         """Takes values of the device at a place of the grid; in a packed lane for byte `offset`."""
         contiguous = np.ascontiguousarray(values)
-        if self._round.is_packed:
+        if self._form.is_packed:
             flat = contiguous.reshape(-1).view(np.uint8)
             self._slot(row, column)[0, offset : offset + flat.size] = flat
             return
         bits = (contiguous[..., None] if self._trailing else contiguous).view(self._bits)[None]
-        if values.shape == self._round.part_shape:
+        if values.shape == self._form.part_shape:
             self._values[row, column] = bits
         else:
             place: tuple[slice, ...] = (slice(0, 1), *map(slice, values.shape))
@@ -49,38 +49,39 @@ class SendBuffer:
     def _slot(self, row: int, column: int) -> np.ndarray:
         slot = self._values.get((row, column))
         if slot is None:
-            memory = allocate(self._round.slot_bytes)
+            memory = allocate(self._form.slot_bytes)
             memory[:] = 0  # what pads it goes to other processes
-            shape = (1, *self._round.part_shape, *self._trailing)
+            shape = (1, *self._form.part_shape, *self._trailing)
             slot = self._values[row, column] = memory.view(self._bits).reshape(shape)
         return slot
 
     def gather(self, process: int) -> tuple[jax.Array, ...]:
         """Returns an array for each lane, or one of the bytes of all if they go to the host."""
-        step = self._round
-        lanes = len(step.lanes)
+        form = self._form
         shards = [
-            jax.device_put(self._slot(row, column), step.grid.devices[row][column])
-            for row, column in step.grid.slots(process)
+            jax.device_put(self._slot(row, column), form.grid.devices[row][column])
+            for row, column in form.grid.slots(process)
         ]
         self._values.clear()
-        mesh = _mesh(step.grid, lanes)
-        extents = [*step.part_shape, *self._trailing]
-        extents[step.axis] *= step.parts
-        shape = (len(step.grid.devices) * lanes, *extents)
-        sharding = NamedSharding(mesh, _spec(mesh, step.axis))
+        mesh = _mesh(form.grid, form.lanes)
+        extents = [*form.part_shape, *self._trailing]
+        extents[form.axis] *= form.parts
+        shape = (len(form.grid.devices) * form.lanes, *extents)
+        sharding = NamedSharding(mesh, _spec(mesh, form.axis))
         given = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-        length = step.shape[step.axis]
-        target = step.dtype if step.is_direct else None
+        length = form.shape[form.axis]
+        target = form.dtype if form.is_direct else None
         # The caller's mesh is not meant, nor is a weight that is NaN an accident.
         with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
-            return _program(mesh, step.axis, step.cut_axes, length, target)(given)
+            return _program(mesh, form.axis, form.cut_axes, length, target)(given)
 
 
-def on_host(step: Round, gathered: tuple[jax.Array, ...], process: int) -> dict[int, np.ndarray]:
+def on_host(
+    form: RoundForm, gathered: tuple[jax.Array, ...], process: int
+) -> dict[int, np.ndarray]:
     """The bytes of all lanes that this process has gathered, by row: `[lanes, ...]`."""
     by_device = {shard.device: shard.data for shard in gathered[0].addressable_shards}
-    devices = {row: step.grid.devices[row][column] for row, column in step.grid.slots(process)}
+    devices = {row: form.grid.devices[row][column] for row, column in form.grid.slots(process)}
     return {row: jax.device_get(by_device[device]) for row, device in devices.items()}
 
 

@@ -108,7 +108,7 @@ class ExchangeStep(NamedTuple):
 
     def received_bytes(self, process: int) -> int:
         """Bytes that the devices of a process get from others."""
-        return sum(step.received_bytes(process) for step in self.stage)
+        return sum(step.form.received_bytes(process) for step in self.stage)
 
 
 def steps_of(
@@ -126,12 +126,12 @@ def steps_of(
     exchanged: set[int] = set()
     for stage in stages:
         exchanged.update(item.leaf for step in stage for lane in step.lanes for item in lane)
-        boxes: dict[int, list[Box]] = {}
+        boxes: dict[int, tuple[Box, ...]] = {}
         for step in stage:
-            for fragment in step.fragments(shards.process_index):
-                boxes.setdefault(fragment.leaf, []).append(fragment.box)
+            for number, of_leaf in step.reads(shards.process_index):
+                boxes[number] = boxes.get(number, ()) + of_leaf
         regions = [
-            leaves[n].region._replace(local=AddressableShards.private(tuple(of_leaf)))
+            leaves[n].region._replace(local=AddressableShards.private(of_leaf))
             for n, of_leaf in boxes.items()
         ]
         steps.append(ExchangeStep([leaves[n] for n in boxes], RegionReads(regions, budget), stage))
@@ -249,11 +249,11 @@ def fingerprint_of(
     nbytes = 0
     for step in steps:
         add(len(step.stage))  # after each all processes wait for each other
-        for grid, lanes, *kind in step.stage:
-            add((number(grid), kind))
+        for form, lanes in step.stage:
+            add(number(form))
             for lane in lanes:
                 add([(leaves[n].region.name, number(boxes), offset) for n, boxes, offset in lane])
-        nbytes += sum(round_.gathered_bytes for round_ in step.stage)
+        nbytes += sum(round_.form.gathered_bytes for round_ in step.stage)
     profile = options.profile(storage)
     assumptions = {
         "replicated": repr(options.replicated),
@@ -303,7 +303,9 @@ class ReplicaExchange:
             with _gathering():
                 self._in_flight.append((round_, buffer.gather(self._process)))
         self._step_leaves = step.leaves
-        self._rounds = [(r, SendBuffer(r)) for r in step.stage if r.grid.slots(self._process)]
+        self._rounds = [
+            (r, SendBuffer(r.form)) for r in step.stage if r.form.grid.slots(self._process)
+        ]
         self._fragments = {}
         for round_, buffer in self._rounds:
             for fragment in round_.fragments(self._process):
@@ -336,9 +338,10 @@ class ReplicaExchange:
                 time.sleep(_PAUSE_SECONDS)
             for array in arrays:
                 array.block_until_ready()
-        rows = {} if round_.is_direct else on_host(round_, gathered, self._process)
+        is_direct = round_.form.is_direct
+        rows = {} if is_direct else on_host(round_.form, gathered, self._process)
         for lane, item in ((n, item) for n, items in enumerate(round_.lanes) for item in items):
-            if round_.is_direct:
+            if is_direct:
                 shards = {s.device: s.data for s in gathered[lane].addressable_shards}
                 self._values.put(self._leaves[item.leaf], shards)
             else:

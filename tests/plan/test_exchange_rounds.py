@@ -70,24 +70,24 @@ def test_every_byte_is_read_once_and_fits_its_round(problem):
         held = {}
         for process in range(processes):
             for leaf, box, row, column, offset in step.fragments(process):
-                assert step.grid.processes[row][column] == process
+                assert step.form.grid.processes[row][column] == process
                 owned[leaf, row].append(box)
                 nbytes = box.size * leaves[leaf].dtype.itemsize
-                if step.is_packed:
-                    assert offset + nbytes <= step.slot_bytes
+                if step.form.is_packed:
+                    assert offset + nbytes <= step.form.slot_bytes
                     before = held.setdefault((row, column), [])
                     assert all(offset >= stop or offset + nbytes <= start for start, stop in before)
                     before.append((offset, offset + nbytes))
                 else:
-                    fits = zip(box.shape, step.part_shape, strict=True)
+                    fits = zip(box.shape, step.form.part_shape, strict=True)
                     assert all(extent <= most for extent, most in fits)
                     # It stands where the gather expects it.
-                    part = column % step.parts * step.part_shape[step.axis]
+                    part = column % step.form.parts * step.form.part_shape[step.form.axis]
                     whole = leaves[leaf].replicas.boxes[row]
-                    assert box.start[step.axis] == whole.start[step.axis] + part
-        filled = len(step.lanes) * math.prod(step.shape) * step.dtype.itemsize
+                    assert box.start[step.form.axis] == whole.start[step.form.axis] + part
+        filled = len(step.lanes) * math.prod(step.form.shape) * step.form.dtype.itemsize
         alone = sum(map(len, step.lanes)) == 1
-        assert alone or filled <= max(limits.round_bytes, 64 * step.grid.columns)
+        assert alone or filled <= max(limits.round_bytes, 64 * step.form.grid.columns)
     for (leaf, row), boxes in owned.items():
         assert cover(boxes, leaves[leaf].replicas.boxes[row])
 
@@ -98,7 +98,7 @@ def test_stages_are_as_small_as_they_can_be(problem):
     leaves, processes, limits = problem
     for stage in plan_exchange(leaves, limits):
         held = [
-            sum(step.slot_bytes * len(step.grid.slots(process)) for step in stage)
+            sum(step.form.slot_bytes * len(step.form.grid.slots(process)) for step in stage)
             for process in range(processes)
         ]
         assert len(stage) == 1 or max(held) <= limits.stage_bytes
@@ -163,7 +163,8 @@ def test_few_programs_serve_many_leaves():
     ]
     stages = plan_exchange(leaves, ExchangeLimits(64 << 20, 1 << 40, 0))
     rounds = [step for stage in stages for step in stage]
-    assert len({(len(o.lanes), o.part_shape, o.is_packed, o.dtype) for o in rounds}) == 5
+    forms = {step.form for step in rounds}
+    assert len({(form.lanes, form.part_shape, form.is_packed, form.dtype) for form in forms}) == 5
     assert len(rounds) == (7 + 5) + (1 + 5) + 1
     (stage,) = plan_exchange(shared(69, (512, 1024)), NO_LIMITS)
     assert [len(step.lanes) for step in stage] == [8] * 9  # three lanes have nothing at last
@@ -185,7 +186,7 @@ def test_a_split_is_even_and_nobody_reads_what_another_does(shape, strides, devi
     (leaf,) = shared(1, shape, devices=devices)
     strides = tuple(4 * stride for stride in strides)
     (stage,) = plan_exchange([leaf._replace(strides=strides)], NO_LIMITS)
-    assert stage[0].axis == axis
+    assert stage[0].form.axis == axis
 
 
 @pytest.mark.parametrize("gaps", [{}, {"latency_seconds": {"local": 0.0}}])

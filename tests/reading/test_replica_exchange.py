@@ -168,9 +168,9 @@ def test_columns_of_others_are_exchanged(tmp_path, budget, dtype, sizes, spec, c
         SendBuffer, "gather", autospec=True, side_effect=SendBuffer.gather
     ) as gather:
         loaded = osl.load(path, {"t": leaf}, options=once(budget))["t"]
-    rounds = [call.args[0]._round for call in gather.call_args_list]
-    assert {step.is_direct for step in rounds} == {dtype != np.bool_}  # which pass through the host
-    assert {step.cut_axes for step in rounds} == {() if dtype == np.bool_ else cut_axes}
+    forms = [call.args[0]._form for call in gather.call_args_list]
+    assert {form.is_direct for form in forms} == {dtype != np.bool_}  # which pass through the host
+    assert {form.cut_axes for form in forms} == {() if dtype == np.bool_ else cut_axes}
     assert loaded.sharding == sharding
     for shard in loaded.addressable_shards:
         assert_same_bits(np.asarray(shard.data), tensor[shard.index])

@@ -26,6 +26,7 @@ from ..expr.values import as_dtype
 from ..families.config import folder_of, parse_config, read_config
 from ..matching import Rule, rule
 from ..names import NameTree
+from ..quantizing.encoder import joined_name
 from ..rules import Mapping
 from . import bitsandbytes, float_formats, integer_formats
 from .found_weight import FoundWeight, QuantizationSettings, WeightScheme
@@ -52,6 +53,15 @@ class DecodedWeight(NamedTuple):
     weight: FoundWeight
     expr: Expr  # of names with wildcards
     parts: tuple[str, ...]
+
+
+class FoundWeights(NamedTuple):
+    """The tensors of a checkpoint, and what is quantised of them."""
+
+    entries: dict[str, TensorEntry]  # of all tensors
+    weights: dict[str, DecodedWeight]  # by plain name
+    unread: set[str]  # tensors beside them whose content is not needed, one of each pattern
+    settings: QuantizationSettings
 
 
 def dequantized(path: str | os.PathLike[str], *, dtype: Any = "bfloat16") -> Mapping:
@@ -88,13 +98,11 @@ def dequantized(path: str | os.PathLike[str], *, dtype: Any = "bfloat16") -> Map
     if not is_floating(result):
         raise MappingError("dequantized gives floating-point numbers", found=result.name)
     with Catalog.open(path) as catalog, frozen_heap():
-        return _mapping(*decoded_weights(catalog, result))
+        return _mapping(decoded_weights(catalog, result))
 
 
-def decoded_weights(
-    catalog: Catalog, dtype: np.dtype[Any]
-) -> tuple[dict[str, TensorEntry], dict[str, DecodedWeight], QuantizationSettings]:
-    """Return all tensors of a checkpoint, and the quantised weights by plain name."""
+def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
+    """Find the quantised weights of a checkpoint."""
     entries = catalog.all_entries()
     settings = QuantizationSettings(_settings(catalog))
     reads: list[TensorEntry] = []
@@ -109,27 +117,30 @@ def decoded_weights(
 
     similar: dict[object, Expr] = {}  # of weights of which nothing is read
     weights: dict[str, DecodedWeight] = {}
-    for name in entries:
-        for scheme, plain in _candidates(name, entries[name]):
+    unread: set[str] = set()
+    for name, entry in entries.items():
+        for scheme, plain in _candidates(name, entry):
+            parts = [entries.get(joined_name(plain, part)) for part in scheme.parts]
+            if not scheme.fits(parts):
+                continue
             named = _wildcards(plain)
             weight = FoundWeight(plain, named, entries, settings, dtype.name, read_and_note)
-            if scheme.fits(weight):
-                if plain in weights or (plain in entries and plain != name):
-                    raise weight.error("there are several weights of this name")
-                parts = (scheme.values, *scheme.needs, *scheme.beside)
-                names = [weight.name_of(part) for part in parts]
-                stored = tuple(part for part in names if part in entries)
-                kinds = (e and (e.dtype.code, e.shape) for e in map(entries.get, names))
-                likeness = (scheme.name, named, *kinds)
-                expr = similar.get(likeness)
-                if expr is None:
-                    reads.clear()
-                    expr = scheme.decode(weight)
-                    if not reads:
-                        similar[likeness] = expr
-                weights[plain] = DecodedWeight(scheme, weight, expr, stored)
-                break
-    return entries, weights, settings
+            if plain in weights or (plain in entries and plain != name):
+                raise weight.error("there are several weights of this name")
+            stored = tuple(part.name for part in parts if part is not None)
+            kinds = [part and (part.dtype.code, part.shape) for part in parts]
+            likeness = (scheme.name, named, *kinds)
+            expr = similar.get(likeness)
+            if expr is None:
+                reads.clear()
+                expr = scheme.decode(weight)
+                if not reads:
+                    similar[likeness] = expr
+                used = set(expr.patterns())
+                unread.update(part for part in stored if _wildcards(part) not in used)
+            weights[plain] = DecodedWeight(scheme, weight, expr, stored)
+            break
+    return FoundWeights(entries, weights, unread, settings)
 
 
 def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
@@ -209,11 +220,8 @@ def _check_plain(
         raise weight.error(f"no known scheme has {name!r} in {entry.dtype.code}")
 
 
-def _mapping(
-    entries: Dict[str, TensorEntry],
-    weights: Dict[str, DecodedWeight],
-    settings: QuantizationSettings,
-) -> Mapping:
+def _mapping(checkpoint: FoundWeights) -> Mapping:
+    entries, weights, unread, settings = checkpoint
     taken = {part for weight in weights.values() for part in weight.parts}
     plain = [name for name in entries if name not in taken]
     dropped = [name for name in plain if weights and OF_ACTIVATIONS.fullmatch(name)]
@@ -222,13 +230,6 @@ def _mapping(
     for name in kept:
         _check_plain(name, entries, settings)
     exprs = kept | {name: weight.expr for name, weight in weights.items()}
-    unread = {  # parts that say what is known without them
-        part
-        for weight in weights.values()
-        for used in [set(weight.expr.patterns())]
-        for part in weight.parts
-        if _wildcards(part) not in used
-    }
     ignore = {_NUMBER.sub("*", _SPECIAL.sub(r"[\g<0>]", name)) for name in {*unread, *dropped}}
 
     def literal(name: str) -> Expr:
@@ -254,7 +255,7 @@ def _rules(exprs: Dict[str, Expr], literal: Callable[[str], Expr]) -> Iterator[R
     tree = NameTree(exprs)
     for pattern, names in by_pattern.items():
         first = exprs[names[0]]
-        is_one = all(exprs[name] == first for name in names[1:])
+        is_one = all(exprs[name] is first or exprs[name] == first for name in names[1:])
         if is_one and {name for name, _ in tree.match(pattern)} == set(names):
             yield rule(pattern, first)
         else:

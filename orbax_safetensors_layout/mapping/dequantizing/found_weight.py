@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
@@ -139,6 +139,11 @@ class WeightScheme(NamedTuple):
     beside: tuple[str, ...] = ()  # further parts, which it may have
     layout: Callable[[FoundWeight], WeightLayout] | None = None  # to write it, where that is known
 
-    def fits(self, weight: FoundWeight) -> bool:
-        has_all = all(weight.entry(part) is not None for part in self.needs)
-        return weight.code(self.values) in self.dtypes and has_all
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.values, *self.needs, *self.beside)
+
+    def fits(self, parts: Sequence[TensorEntry | None]) -> bool:
+        """Whether a weight has this format, of which so many of its `parts` are there."""
+        values, *needs = parts[: 1 + len(self.needs)]
+        return values is not None and values.dtype.code in self.dtypes and None not in needs

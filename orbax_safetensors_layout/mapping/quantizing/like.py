@@ -89,7 +89,7 @@ class FolderQuantization:
         self._last_read = functools.lru_cache(_KEPT)(self._read_from)
         self._reading = threading.Lock()
         with Catalog.open(path) as catalog, frozen_heap():
-            entries, weights, _ = decoded_weights(catalog, np.dtype(np.float32))
+            entries, weights, *_ = decoded_weights(catalog, np.dtype(np.float32))
             self._configured = configured_quantization(catalog, whole=True)
         if not weights:
             raise MappingError(
