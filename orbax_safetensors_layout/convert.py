@@ -340,7 +340,10 @@ def _mapping(
     if dequantize is not None:
         if mapping is not None or source_kind != "hf":
             raise InvalidArgumentError(
-                "dequantize takes safetensors of Hugging Face, and no mapping", file=path
+                "dequantize takes safetensors of Hugging Face, and no mapping",
+                file=path,
+                hint="Ready mappings decode by themselves, others with"
+                " mapping.over(osl.dequantized(path)).",
             )
         mapping = dequantized(path, dtype=dequantize)
     if inverse is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from orbax_safetensors_layout.format import TensorEntry, short_repr
 from orbax_safetensors_layout.geometry import Box
 
 from .argument_checks import integers, text
+
+if TYPE_CHECKING:
+    from .affine.bound import BoundExpr
 
 Captures = Mapping[str, str]
 """The value of each wildcard."""
@@ -185,7 +188,14 @@ class TensorSpecs(dict[str, TensorSpec]):
             self[name] = kinds.setdefault(spec, spec)
         self.names = self.keys() if names is None else dict.fromkeys(names).keys()
         self.pieces = pieces or {}
+        self.expressions: Mapping[str, BoundExpr] = {}  # of those that another mapping makes
         self._of_names: TensorSpecs | None = None  # others of the same names
+
+    def made_of(self, expressions: Mapping[str, BoundExpr]) -> TensorSpecs:
+        """Return the same names, of tensors that are made of others."""
+        specs = TensorSpecs({name: (e.shape, e.dtype) for name, e in expressions.items()})
+        specs.names, specs._of_names, specs.expressions = self.names, self, expressions
+        return specs
 
     def described(
         self,

@@ -95,6 +95,7 @@ class Mapping:
                 )
         self.files: TensorSpecs | None = None
         self.merged: tuple[str, ...] = ()
+        self._source: Mapping | None = None
         self.ignore, ignored = _compiled("Mapping(ignore=...)", ignore)
         self.strict = strict
         self._unsaved, _ = _compiled("Mapping(unsaved=...)", unsaved)
@@ -107,7 +108,26 @@ class Mapping:
         strict = "" if self.strict else ", strict=False"
         unsaved = f", unsaved={list(self._unsaved)}" if self._unsaved else ""
         buffers = f", buffers={list(self.buffers)}" if self.buffers else ""
-        return f"Mapping([\n{rules}]{ignore}{strict}{unsaved}{buffers})"
+        source = "" if self._source is None else f".over({self._source!r})"
+        return f"Mapping([\n{rules}]{ignore}{strict}{unsaved}{buffers}){source}"
+
+    def over(self, source: Mapping) -> Mapping:
+        """Return the mapping of a checkpoint whose tensors are what another mapping makes.
+
+        The rules take the leaves of `source` for tensors, as those of `osl.dequantized(path)`.
+        Such a mapping does not save.
+
+        Examples:
+            >>> from orbax_safetensors_layout.mapping import rule, tensor
+            >>> plain = Mapping([rule("up", tensor("up.int8").cast("float32").scale(0.5))])
+            >>> mapping = Mapping([rule("up.kernel", tensor("up").transpose())]).over(plain)
+            >>> mapping.leaf_facts({"up.int8": ((4, 2), np.int8)})
+            {'up.kernel': TensorSpec(shape=(2, 4), dtype=dtype('float32'))}
+        """
+        check_mapping(source)
+        mapping = copy.copy(self)
+        mapping._source = source if self._source is None else self._source.over(source)
+        return mapping
 
     def bind(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> BoundMapping:
         """Return each leaf as an expression over a checkpoint's tensors: the loading direction.
@@ -120,20 +140,28 @@ class Mapping:
 
     def _binder(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> Binder:
         if not isinstance(checkpoint, str | os.PathLike):
-            return Binder(self.rules, TensorSpecs.of(checkpoint), leaves)
+            specs = TensorSpecs.of(checkpoint)
+            if self._source is None:
+                return Binder(self.rules, specs, leaves)
+            return self.match(specs.names, leaves).binder(specs)
         with Catalog.open(checkpoint) as catalog:
             matched = self.match(catalog.names, leaves)
-            return matched.binder(catalog.entries(matched.needs()))
+            return matched.binder(matched.described(catalog.entries(matched.needs())))
 
     def match(self, names: Iterable[str], leaves: LeafShapes | None = None) -> MatchedNames:
         """Find the rule of each leaf of a checkpoint with tensors of these names; see `bind`."""
-        specs = TensorSpecs({}, names)
-        matches = match_rules(self.rules, specs, leaves)
         ignored = self._ignored if self.strict else None
-        return MatchedNames(self.rules, specs, leaves, matches, ignored)
+        if self._source is None:
+            return MatchedNames.of(self.rules, TensorSpecs({}, names), leaves, ignored)
+        given = TensorSpecs({}, self._source.leaf_names(names))
+        matched = MatchedNames.of(self.rules, given, leaves, ignored)
+        source = self._source.match(names, dict.fromkeys(matched.taken()))
+        return matched._replace(source=source)
 
     def leaf_names(self, names: Iterable[str]) -> list[str]:
         """Return the leaves that a checkpoint of tensors `names` gives, or that take no tensor."""
+        if self._source is not None:
+            names = self._source.leaf_names(names)
         specs = TensorSpecs({}, names)
         matches = match_rules(self.rules, specs, None)
         return [
@@ -238,6 +266,13 @@ class Mapping:
 
     def inverse(self) -> InverseMapping:
         """Return the saving direction; refuses rules that do not invert, for any shapes."""
+        if self._source is not None:
+            raise MappingError(
+                "The mapping cannot save: its tensors are what another mapping makes of a"
+                " checkpoint's",
+                hint="Save through the mapping of the plain model, whose configuration has no"
+                " quantization_config.",
+            )
         problems = [
             Problem(f"{rule!r}: {problem.text}", hint=problem.hint)
             for rule in self.rules
@@ -343,7 +378,8 @@ def fingerprint(mapping: Mapping) -> str:
     values that they hold; one that holds what cannot be pickled, such as a lock, equals no other.
     """
     files = None if mapping.files is None else [*mapping.files.items()]
-    parts = [mapping.rules, (*mapping.buffers, *mapping.ignore), mapping.strict, files]
+    source = None if mapping._source is None else fingerprint(mapping._source)
+    parts = [mapping.rules, (*mapping.buffers, *mapping.ignore), mapping.strict, files, source]
     return hashlib.sha256(repr(_encoded(parts, ())).encode()).hexdigest()
 
 

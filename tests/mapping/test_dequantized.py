@@ -25,6 +25,7 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # AWQ: of each column in its word
 ROWS, COLUMNS = 16, 64
+LLAMA_NORMS = ("input", "post_attention")
 RNG = np.random.default_rng(15)
 
 
@@ -225,11 +226,12 @@ CASES = {
 }
 
 
-def write(folder, tensors, config):
+def write(folder, tensors, config, model=()):
     folder.mkdir(exist_ok=True)
     ready = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
     safetensors.numpy.save_file(ready, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    said = dict(model) | ({"quantization_config": config} if config or not model else {})
+    (folder / "config.json").write_text(json.dumps(said))
 
 
 def made(case):
@@ -256,6 +258,52 @@ def test_each_format_loads_as_if_it_were_plain(tmp_path, case):
     rounded = osl.dequantized(tmp_path).bind(tmp_path).expressions[name]
     assert rounded.dtype == ml_dtypes.bfloat16
     assert_same_bits(evaluate(rounded, tensors), values.astype(ml_dtypes.bfloat16))
+
+
+def llama(case):
+    """A layer of a Llama whose `up_proj` is in a format, the plain values of all, and config."""
+    tensors, values, config = CASES[case]()
+    if case == "fp8 tensor":
+        values = tensors["weight"].astype(F32) * tensors["weight_scale"]
+    rows, columns = values.shape
+    layer = "model.layers.0."
+    plain = {
+        "model.embed_tokens.weight": floats(12, columns),
+        "model.norm.weight": floats(columns),
+        "lm_head.weight": floats(12, columns),
+        **{f"{layer}{name}_layernorm.weight": floats(columns) for name in LLAMA_NORMS},
+        **{f"{layer}self_attn.{name}_proj.weight": floats(columns, columns) for name in "qkvo"},
+        f"{layer}mlp.gate_proj.weight": floats(rows, columns),
+        f"{layer}mlp.down_proj.weight": floats(columns, rows),
+    }
+    stored = plain | {f"{layer}mlp.up_proj.{name}": value for name, value in tensors.items()}
+    plain[f"{layer}mlp.up_proj.weight"] = values
+    model = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": columns,
+        "intermediate_size": rows,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "vocab_size": 12,
+    }
+    others = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "v_proj", "lm_head"]
+    config = {"quant_method": "compressed-tensors", "modules_to_not_convert": others} | config
+    return stored, plain, model, config
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext", "tunix"])
+@pytest.mark.parametrize("case", CASES)
+def test_families_take_each_format(tmp_path, case, target):
+    """One projection is quantised, and the others are not: as of the plain model."""
+    stored, plain, model, config = llama(case)
+    write(tmp_path / "stored", stored, config, model)
+    write(tmp_path / "plain", plain, {}, model)
+    mapping = osl.families.mapping(tmp_path / "stored", target=target, dtype="float32")
+    loaded = osl.load(tmp_path / "stored", mapping=mapping)
+    mapping = osl.families.mapping(tmp_path / "plain", target=target, dtype="float32")
+    expected = osl.load(tmp_path / "plain", mapping=mapping)
+    jax.tree.map(lambda a, b: assert_same_bits(np.asarray(a), np.asarray(b)), loaded, expected)
 
 
 @pytest.fixture(scope="module")

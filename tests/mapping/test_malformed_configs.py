@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import io
 import json
 import random
@@ -12,6 +13,8 @@ import resource
 import signal
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import pytest
 from published_configs import CONFIGS, make
 
@@ -46,7 +49,7 @@ class Case(NamedTuple):
 
     folder: Any
     config: dict[str, Any]
-    expected: dict[tuple[str, bool | None], str]
+    expected: dict[tuple[str, bool | None], tuple[osl.Mapping, str]]
 
 
 def options(config):
@@ -55,11 +58,16 @@ def options(config):
     return [(target, scan) for target in targets for scan in (None, False)]
 
 
-def result(config, folder, target, scan):
+def result(mapping, folder):
     """All that a mapping says of a checkpoint."""
-    mapping = osl.families.mapping(config, target=target, scan=scan)
     mapping.abstract(folder)
     return mapping.explain(folder)
+
+
+@functools.lru_cache
+def values(mapping, folder):
+    leaves = jax.tree_util.tree_leaves_with_path(osl.load(folder, mapping=mapping))
+    return {str(path): (leaf.dtype, np.asarray(leaf).tobytes()) for path, leaf in leaves}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +76,10 @@ def cases(tmp_path_factory):
     for name in CONFIGS:
         folder = tmp_path_factory.mktemp(name)
         config = make(name, folder)
-        expected = {choice: result(folder, folder, *choice) for choice in options(config)}
+        mappings = {
+            c: osl.families.mapping(folder, target=c[0], scan=c[1]) for c in options(config)
+        }
+        expected = {c: (mapping, result(mapping, folder)) for c, mapping in mappings.items()}
         cases_by_name[name] = Case(folder, config, expected)
     return cases_by_name
 
@@ -162,11 +173,19 @@ def is_another_model(key, value):
 
 def attempt(case, config, folder, choice):
     """Return what became of one configuration: refused, as before, or what else there is."""
+    target, scan = choice
     try:
-        outcome = result(config, folder, *choice)
+        mapping = osl.families.mapping(config, target=target, scan=scan)
+        text = result(mapping, folder)
     except osl.SafetensorsLayoutError as error:
         return "refused" if len(str(error)) < 50_000 else "refused at length"
-    return "accepted" if outcome == case.expected[choice] else "different"
+    right, expected = case.expected[choice]
+    if text == expected:
+        return "accepted"
+    # Formats that the family's rules do not have are told by names and dtypes of tensors.
+    if ".over(" in repr(mapping) and values(mapping, folder) == values(right, folder):
+        return "accepted"
+    return "different"
 
 
 def inspected(folder):

@@ -134,19 +134,43 @@ class MatchedNames(NamedTuple):
     leaves: LeafShapes | None
     matches: Matches
     ignored: Sequence[re.Pattern[str]] | None
+    source: MatchedNames | None = None  # what another mapping makes the tensors of, if one does
 
-    def needs(self) -> list[str]:
-        """Return the tensors whose shapes `bind` takes."""
+    @classmethod
+    def of(
+        cls,
+        rules: Sequence[Rule],
+        names: TensorSpecs,
+        leaves: LeafShapes | None,
+        ignored: Sequence[re.Pattern[str]] | None,
+    ) -> MatchedNames:
+        return cls(rules, names, leaves, match_rules(rules, names, leaves), ignored)
+
+    def taken(self) -> list[str]:
+        """Return the tensors that the leaves take."""
         taken = (name for target in self.matches.targets for name in target.tensors(self.names))
         return list(dict.fromkeys(taken))
 
-    def binder(self, entries: Mapping[str, TensorEntry], pieces: Pieces | None = None) -> Binder:
-        specs = self.names.described(entries, pieces)
+    def needs(self) -> list[str]:
+        """Return the tensors of the checkpoint whose shapes `bind` takes."""
+        return self.taken() if self.source is None else self.source.needs()
+
+    def described(
+        self, entries: Mapping[str, TensorEntry], pieces: Pieces | None = None
+    ) -> TensorSpecs:
+        """Return the tensors of the checkpoint with their shapes, for `binder`."""
+        if self.source is not None:
+            return self.source.described(entries, pieces)
+        return self.names.described(entries, pieces)
+
+    def binder(self, specs: TensorSpecs) -> Binder:
+        if self.source is not None:
+            specs = self.names.made_of(self.source.binder(specs).bind(None).expressions)
         return Binder(self.rules, specs, self.leaves, self.matches)
 
     def bind(self, entries: Mapping[str, TensorEntry], pieces: Pieces | None) -> BoundMapping:
         """Return each leaf as an expression over tensors; `pieces` are of those in pieces."""
-        return self.binder(entries, pieces).bind(self.ignored)
+        return self.binder(self.described(entries, pieces)).bind(self.ignored)
 
 
 @dataclasses.dataclass(slots=True)
@@ -242,6 +266,8 @@ class Binder:
             self._missing.update({p.seek: None for p in problems if p.seek is not None})
             self.used.update(target.tensors(self.specs))  # one problem is enough
         else:
+            # Of tensors that are made of others the sources are these.
+            self.used.update(target.tensors(self.specs) if self.specs.expressions else ())
             self.used.update(bound.sources())
             self._check_shape(leaf, bound, expr, rule.target)
             leaves[leaf] = bound
@@ -249,7 +275,8 @@ class Binder:
     def _bound(self, target: RuleTarget, expr: Expr) -> LeafExpr:
         """Binds an expression, or takes that of another leaf of its rule, for other tensors."""
         names, specs = target.patterns, self.specs
-        known = [id(specs[name]) for name in names if name in specs and name not in specs.pieces]
+        alone = specs.expressions or specs.pieces
+        known = [id(specs[name]) for name in names if name in specs and name not in alone]
         likeness = (id(expr), *known, *map(names.index, names))
         model = self._models.get(likeness)
         if model is None:

@@ -17,6 +17,7 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 """A `config.json` as a dict, or the folder it is in, or its path."""
 
 CONFIG_FILE = "config.json"
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 SIZES = (1, (1 << 31) - 1)
 """The bounds of an extent: the dimension of a tensor."""
 

@@ -170,6 +170,14 @@ class Dims:
                 raise MappingError(what, expected=expected, found=short_repr(kind))
 
 
+def quantized_by(family: str, config: Mapping[str, Any]) -> WeightFormat | None:
+    """Return the format of quantised weights that a configuration says, if it does."""
+    outer = Section(config, family)
+    of_text = outer.section("text_config") or outer
+    said = outer.section("quantization_config") or of_text.section("quantization_config")
+    return weight_format(family, said)
+
+
 def dims_of(
     family: str,
     config: Mapping[str, Any],
@@ -182,10 +190,7 @@ def dims_of(
     """
     outer = Section(config, family)
     inner = outer.section("text_config")
-    values = dict(config)
-    if inner is not None:
-        quantization = outer.get("quantization_config") or inner.get("quantization_config")
-        values = {**config["text_config"], "quantization_config": quantization}
+    values = config if inner is None else config["text_config"]
     architecture = ARCHITECTURES[family]
     defaults = architecture.defaults
     known = {k: v for k, v in values.items() if k in defaults or k not in _OWN}
@@ -261,7 +266,7 @@ def dims_of(
         experts_form=_experts_form(architecture, read, names, shape_of),
         biased=_biased(architecture, read),
         head_norms=architecture.head_norms is not None and (flag is None or read.flag(flag, False)),
-        quantized=weight_format(family, read.section("quantization_config")),
+        quantized=quantized_by(family, config),
         multimodal=inner is not None or outer.get("vision_config") is not None,
         layer_types=layer_types,
         kinds=_kinds(architecture, read, dense, layer_types, layers),

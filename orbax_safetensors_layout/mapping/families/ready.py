@@ -8,16 +8,19 @@ import os
 from collections.abc import Callable, Mapping as Dict, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, get_args, get_type_hints
 
-from orbax_safetensors_layout.catalog import suggest_names
+from orbax_safetensors_layout.catalog import Catalog, suggest_names
 from orbax_safetensors_layout.errors import MappingError, listed
 from orbax_safetensors_layout.format import short_repr
 
+from ..expr.expression import tensor
 from ..expr.values import as_dtype
+from ..matching import rule
 from ..rules import Mapping
 from . import maxtext, plain, tunix
 from .architectures import FAMILIES
 from .build import MappingBuilder
 from .config import (
+    QUANTIZATION_KEYS,
     SIZES,
     Config,
     count_stored,
@@ -26,10 +29,11 @@ from .config import (
     stored_names,
     stored_shape,
 )
-from .dims import Dims, dims_of
+from .dims import Dims, dims_of, quantized_by
 from .steps import Tree
 from .tensors import head_name
 from .vision import with_vision
+from .weight_format import OtherFormatError
 
 
 class _ModelSide(NamedTuple):
@@ -167,8 +171,12 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
         raise MappingError(f"no ready mapping from {family} to {target}", expected=expected)
     parsed = _language_part(parsed)
     _check_type(family, parsed, options.get("model_type"))
-    names = stored_names(config)
-    dims = dims_of(family, parsed, names, functools.partial(stored_shape, config))
+    names, shape_of = stored_names(config), functools.partial(stored_shape, config)
+    source = _decoded(family, config, parsed, options) if names else None
+    if source is not None:
+        parsed = _without_quantization(parsed)
+        names, shape_of = source.leaf_names(names), functools.partial(_made_shape, source, config)
+    dims = dims_of(family, parsed, names, shape_of)
     builder = _builder(dims, names, target, options)
     _check_counts(dims, names, f"{builder.prefix}layers.")
     tree = side.tree(dims)
@@ -178,7 +186,41 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
         if options.get("scan"):
             raise MappingError(f"scan=True: {target} has no such {family} with stacked layers")
         builder = dataclasses.replace(builder, scan=False)
-    return builder.build(tree)
+    mapping = builder.build(tree)
+    return mapping if source is None else mapping.over(source)
+
+
+def _decoded(
+    family: str, config: Config, parsed: Dict[str, Any], options: Options
+) -> Mapping | None:
+    """Return what makes plain tensors of a folder's quantised ones, if the family's rules do not.
+
+    Those need no headers: names and shapes follow from the configuration.
+    """
+    from ..dequantizing.dequantized import configured_quantization, dequantized
+
+    assert isinstance(config, str | os.PathLike)
+    with Catalog.open(config) as catalog:
+        configured = configured_quantization(catalog)
+    if not configured or options.get("quantized") == "keep":
+        return None
+    try:
+        if quantized_by(family, parsed) is not None:
+            return None
+    except OtherFormatError:
+        pass
+    return dequantized(config, dtype=options.get("dtype") or "bfloat16")
+
+
+def _without_quantization(config: Dict[str, Any]) -> dict[str, Any]:
+    parts = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    inner = parts.get("text_config")
+    return parts | ({"text_config": _without_quantization(inner)} if inner else {})
+
+
+def _made_shape(source: Mapping, config: Config, name: str) -> tuple[int, ...]:
+    alone = Mapping([rule(name, tensor(name))], strict=False).over(source)
+    return alone.leaf_facts(os.fspath(config))[name].shape  # type: ignore[arg-type]
 
 
 def _language_part(config: Dict[str, Any]) -> Dict[str, Any]:

@@ -29,6 +29,10 @@ _HINT = (
 )
 
 
+class OtherFormatError(MappingError):
+    """Weights are quantised in a way that the families' own rules do not have."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightFormat:
     """Formats of stored weights: FP8 with block scales, MXFP4, int4 of compressed-tensors."""
@@ -78,7 +82,7 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
     if method == "mxfp4" and family == "gpt_oss":
         return WeightFormat("mxfp4")
     if family == "deepseek_v4":  # published ones mix FP8 and FP4, with scales of their own names
-        raise MappingError(
+        raise OtherFormatError(
             f"there is no ready mapping for {family} quantised with {short_repr(method)}",
             expected="its weights as bfloat16",
             hint=_HINT,
@@ -87,7 +91,7 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
         return _int4(family, config)
     block = config.integers("weight_block_size", bounds=SIZES)
     if method != "fp8" or not block or family == "gpt_oss":
-        raise MappingError(
+        raise OtherFormatError(
             f"there is no ready mapping for {family} quantised with {short_repr(method)}"
             + ("" if block or method != "fp8" else " and one scale for each tensor"),
             hint=_HINT,
@@ -98,7 +102,7 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
     kept = config.texts("modules_to_not_convert")
     odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
     if odd:
-        raise MappingError(
+        raise OtherFormatError(
             f"the configuration leaves {short_repr(odd[0])} unquantised, unlike its peers",
             hint="Write rules for them.",
         )
@@ -114,7 +118,7 @@ def _int4(family: str, config: Section) -> WeightFormat:
         type(weights.get(key)) is not type(value) or weights.get(key) != value
         for key, value in expected.items()
     ):
-        raise MappingError(
+        raise OtherFormatError(
             f"there is no ready mapping for {family} quantised with 'compressed-tensors' in this"
             " way",
             expected=f"one group of weights with {expected}",

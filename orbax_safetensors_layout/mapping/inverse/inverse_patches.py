@@ -77,8 +77,10 @@ class Patch(NamedTuple):
         return self.replaced(number, values, factor) if keep else self.put(number, factor, values)
 
 
-def whole_tensor(name: str, specs: TensorSpecs) -> WholeTensor:
-    """Return a tensor, or a leaf, as an expression of the pieces that it is stored in, if any."""
+def whole_tensor(name: str, specs: TensorSpecs) -> BoundExpr:
+    """Return a tensor, or a leaf, as an expression of what it is stored in or made of, if any."""
+    if name in specs.expressions:
+        return specs.expressions[name]
     shape, dtype = specs[name]
     patches = [
         Patch(
