@@ -1003,9 +1003,12 @@ def test_layer_types_by_their_pattern(saved, target, pattern):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("target", ["maxtext", "tunix"])
-def test_biases_that_a_model_side_lacks(saved, target):
-    _, config, tensors, _ = saved["llama_biased"]
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("llama_biased", "maxtext"), ("llama_biased", "tunix"), ("deepseek_v3_biased", "maxtext")],
+)
+def test_biases_that_a_model_side_lacks(saved, name, target):
+    _, config, tensors, _ = saved[name]
     with pytest.raises(MappingError, match=r"bias"):
         families.mapping(config, target=target).bind(specs_of(tensors))
 

@@ -5,7 +5,9 @@ from family_models import MODELS
 FAMILY = {"llama3": "llama", "llama_biased": "llama", "qwen3_moe_mixed": "qwen3_moe"}
 FAMILY |= {
     "gemma3_full_heads": "gemma3",
+    "deepseek_v2_biased": "deepseek_v2",
     "deepseek_v2_lite": "deepseek_v2",
+    "deepseek_v3_biased": "deepseek_v3",
     "glm4_moe_air": "glm4_moe",
     "phi4_mini": "phi3",
     "granite_biased": "granite",
@@ -38,6 +40,7 @@ ONLY_PLAIN = (
 NOT_IN_MAXTEXT = (
     *("llama_biased", "qwen3_moe_mixed", "qwen3_next_mixed"),
     *("gemma", "gemma4", "llama4_scout"),
+    *("deepseek_v2_biased", "deepseek_v3_biased"),
 )
 UNSCANNED_IN_MAXTEXT = ("gemma4_e2b", "gemma4_unshared")  # as E2B and E4B
 NOT_IN_TUNIX = (
@@ -52,7 +55,7 @@ NOT_IN_TUNIX = (
         "llama4_blocks",
     ),
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
-    *("gpt_oss", "olmo3", "gemma4", "gemma4_e2b"),
+    *("gpt_oss", "olmo3", "gemma4", "gemma4_e2b", "deepseek_v2_biased", "deepseek_v3_biased"),
 )
 
 CASES = [

@@ -131,6 +131,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MOE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1}
         | {"n_routed_experts": 4, "q_lora_rank": None},
     ),
+    "deepseek_v2_biased": (
+        "DeepseekV2",
+        {**MOE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 4, "attention_bias": True, "mlp_bias": True},
+    ),
+    "deepseek_v3_biased": (
+        "DeepseekV3",
+        {**MOE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 4, "attention_bias": True},
+    ),
     "deepseek_v32": (
         "DeepseekV32",
         {**MOE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1, "head_dim": 4}

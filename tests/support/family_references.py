@@ -144,6 +144,9 @@ def plain_layer(family, x):
         }
         kernels = latent_kernels(x).items()
         leaves |= {f"self_attn.{names.get(name, name)}.kernel": array for name, array in kernels}
+        for name in ("self_attn.q_a_proj.bias", "self_attn.kv_a_proj_with_mqa.bias"):
+            if name in x:
+                leaves[name] = x(name)
     elif "linear_attn.A_log" in x:
         leaves |= linear_attention(x)
     elif "mamba.A_log" in x:

@@ -46,6 +46,7 @@ class Biases:
 
 _ATTENTION_BIAS = Biases(_QKVO, "attention_bias")
 _MLP_BIAS = Biases(GATED, "mlp_bias")
+_LATENT_BIAS = Biases(("q_a_proj", "kv_a_proj_with_mqa", "o_proj"), "attention_bias")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +183,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "deepseek_v2": Architecture(
         defaults={"first_k_dense_replace": 0, "n_routed_experts": 64, "q_lora_rank": 1536},
-        biases=(),
+        biases=(_LATENT_BIAS, _MLP_BIAS),
         latent=True,
         shared_experts="shared_experts",
     ),
     "deepseek_v3": Architecture(
         defaults={"first_k_dense_replace": 3, "n_routed_experts": 256, "q_lora_rank": 1536},
-        biases=(),
+        biases=(_LATENT_BIAS,),
         latent=True,
         routing_bias=True,
         shared_experts="shared_experts",
@@ -202,7 +203,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "index_n_heads": 64,
             "index_head_dim": 128,
         },
-        biases=(),
+        biases=(_LATENT_BIAS,),
         latent=True,
         indexer=True,
         routing_bias=True,

@@ -157,6 +157,8 @@ def _latent(dims: Dims, latent: Latent) -> dict[str, TensorStep]:
             "indexer.k_norm.bias": VECTOR,
             "indexer.weights_proj.weight": ROUTER,
         }
+    modules = [name.removesuffix(".weight") for name in steps]
+    steps |= {f"{name}.bias": VECTOR for name in modules if name in dims.biased}
     queries = "q_b_proj.weight" if latent.query_rank else "q_proj.weight"
     return steps | {queries: heads(dims.heads, latent.query_dim)}
 
