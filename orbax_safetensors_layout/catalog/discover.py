@@ -52,7 +52,7 @@ _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 _MODEL, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors")
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """Prefixes of files that PEFT, Diffusers and Mistral put beside a model's own, of any name."""
-_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)((?:\.[^.]+)?)\.safetensors")
 _IN_ORBAXS_FORMAT = (
     "Orbax saved it in its own format: restore it with Orbax's own handlers, for instance a manager"
     " without `handler_registry`, or make safetensors of it with `osl.convert`."
@@ -308,11 +308,12 @@ def _visible(storage: Storage, folder: str) -> list[str]:
 
 
 def _model_alone(names: list[str], path: str) -> list[str]:
-    """Leaves out weights beside a model, as transformers does; `model.safetensors` is one alone."""
+    """Leaves out weights beside a model, and its variants, as transformers and Diffusers do."""
     weights = [name for name in names if name.endswith(SUFFIX)]
     model = {_MODEL} & {*weights} or {name for name in weights if _PART.fullmatch(name)}
     model = model or {name for name in weights if not name.startswith(_BESIDE_A_MODEL)}
-    if not model or len(model) == len(weights):
+    model = {*_without_variants([*model] or weights)}
+    if len(model) == len(weights):
         return names
     kept = [name for name in names if name in model or not name.endswith(SUFFIX)]
     logging.warning(
@@ -323,16 +324,36 @@ def _model_alone(names: list[str], path: str) -> list[str]:
     return kept
 
 
+def _without_variants(names: Sequence[str]) -> list[str]:
+    """Leaves out variants of files that are there without: `model.fp16.safetensors` is one."""
+    stems = {name: _stem(name) for name in names}
+    whole = {*stems.values()}
+
+    def is_variant(stem: str) -> bool:  # a number, as in `layers.0`, makes none
+        dots = (place for place, char in enumerate(stem) if char == ".")
+        return any(stem[:dot] in whole and not stem[dot + 1 :].isdigit() for dot in dots)
+
+    return [name for name, stem in stems.items() if not is_variant(stem)]
+
+
+def _stem(name: str) -> str:
+    """Return the name of an index, file or numbered set without its ending, variant included."""
+    numbered = _NUMBERED.fullmatch(name)
+    if numbered:
+        return numbered[1] + numbered[4]
+    return name.removesuffix(INDEX_SUFFIX).removesuffix(SUFFIX)
+
+
 def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
     """Reports missing files of a numbered set, which only an index would name."""
-    sets: dict[tuple[str, str], set[int]] = {}
+    sets: dict[tuple[str, str, str], set[int]] = {}  # by stem, count and variant
     for name in names:
         numbered = _NUMBERED.fullmatch(name)
         if numbered:
-            stem, number, count = numbered.groups()
-            sets.setdefault((stem, count), set()).add(int(number))
-    counts = sorted({count for _, count in sets}, key=int)
-    if len(sets) > len({stem for stem, _ in sets}):
+            stem, number, count, variant = numbered.groups()
+            sets.setdefault((stem, count, variant), set()).add(int(number))
+    counts = sorted({count for _, count, _ in sets}, key=int)
+    if len(sets) > len({(stem, variant) for stem, _, variant in sets}):
         on_error(
             InvalidIndexError(
                 "the folder has no index and several numbered sets of files",
@@ -342,7 +363,7 @@ def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
                 hint="Remove the files of the set that is out of date.",
             )
         )
-    for (stem, count), numbers in sets.items():
+    for (stem, count, variant), numbers in sets.items():
         expected = range(1, int(count) + 1)  # however long, by the names of hostile files
         missing = int(count) - sum(number in expected for number in numbers)
         if missing:
@@ -353,7 +374,7 @@ def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
                 InvalidIndexError(
                     "the folder has no index and lacks files of a numbered set",
                     file=path,
-                    expected=f"{int(count)} files {stem}-…-of-{count}{SUFFIX}",
+                    expected=f"{int(count)} files {stem}-…-of-{count}{variant}{SUFFIX}",
                     found=f"{missing:,} missing: numbers {shown}",
                     hint="Complete the download, or give the path of one file.",
                 )
@@ -365,7 +386,8 @@ def _index_name(names: Sequence[str], path: str) -> str | None:
         return MAIN_INDEX
     if _MODEL in names:  # which transformers, too, takes before another index
         return None
-    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
+    indices = [name for name in _without_variants(files) if name.endswith(INDEX_SUFFIX)]
     if len(indices) > 1:
         raise InvalidIndexError(
             "the folder has several indices",

@@ -79,6 +79,70 @@ def test_an_index_of_others_does_not_hide_the_model(tmp_path, caplog):
     assert "'x.safetensors' is left out" in caplog.text
 
 
+def write_files(folder, base, variant, kind, dtype):
+    """A model as Diffusers and transformers name its files: `_add_variant`, `filename_pattern`."""
+    folder.mkdir(exist_ok=True)
+    tensors = {"a": np.full(2, 1, dtype), "b": np.full(2, 2, dtype)}
+    if kind == "one file":
+        files = {f"{base}{variant}": tensors}
+    elif kind == "older set":  # of Diffusers before 0.31
+        files = {
+            f"{base}-0000{n}-of-00002{variant}": {k: tensors[k]} for n, k in ((1, "a"), (2, "b"))
+        }
+    else:
+        files = {
+            f"{base}{variant}-0000{n}-of-00002": {k: tensors[k]} for n, k in ((1, "a"), (2, "b"))
+        }
+    for name, content in files.items():
+        safetensors.numpy.save_file(content, folder / f"{name}.safetensors")
+    if kind == "set":
+        weights = {tensor: f"{name}.safetensors" for name, own in files.items() for tensor in own}
+        index = json.dumps({"metadata": {}, "weight_map": weights})
+        (folder / f"{base}.safetensors.index{variant}.json").write_text(index)
+    return [f"{name}.safetensors" for name in files]
+
+
+@pytest.mark.parametrize("kind", ["one file", "set", "older set"])
+@pytest.mark.parametrize("plain", ["one file", "set", "older set"])
+@pytest.mark.parametrize("base", ["diffusion_pytorch_model", "adapter_model", "model", "v1.5"])
+def test_a_model_without_variant_is_the_one_that_is_loaded(tmp_path, caplog, base, plain, kind):
+    variants = [
+        name
+        for variant in (".fp16", ".non_ema")
+        for name in write_files(tmp_path, base, variant, kind, np.float16)
+    ]
+    write_files(tmp_path, base, "", plain, np.float32)
+    assert {n: leaf.dtype for n, leaf in osl.load(tmp_path).items()} == {
+        "a": np.float32,
+        "b": np.float32,
+    }
+    if plain != "set":
+        assert all(f"'{name}'" in caplog.text for name in variants)
+    write_files(tmp_path / "alone", base, ".fp16", kind, np.float16)
+    assert {leaf.dtype for leaf in osl.load(tmp_path / "alone").values()} == {np.dtype(np.float16)}
+
+
+def test_a_variant_of_which_a_file_is_missing_is_refused(tmp_path):
+    lost = write_files(tmp_path, "model", ".fp16", "older set", np.float16)[1]
+    (tmp_path / lost).unlink()
+    with pytest.raises(osl.InvalidIndexError, match=r"model-…-of-00002\.fp16\.safetensors"):
+        osl.load(tmp_path)
+
+
+def test_numbered_files_are_no_variants(tmp_path):
+    for name in ("layers", "layers.0", "layers.1"):
+        safetensors.numpy.save_file({name: np.ones(1)}, tmp_path / f"{name}.safetensors")
+    assert set(osl.load(tmp_path)) == {"layers", "layers.0", "layers.1"}
+
+
+def test_an_index_of_a_variant_is_no_second_one(tmp_path):
+    for name in ("x", "x.fp16"):
+        index = {"metadata": {}, "weight_map": {"w": f"{name}.0.safetensors"}}
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+        safetensors.numpy.save_file({"w": np.ones(len(name))}, tmp_path / f"{name}.0.safetensors")
+    assert osl.load(tmp_path)["w"].shape == (1,)
+
+
 @pytest.mark.parametrize("shape", [(3,), (3, 3), (4,)])
 def test_a_file_by_itself_has_the_saved_dtypes(tmp_path, shape):
     values = np.resize(np.array([1.5, -2, 6, 0.5], np.float32), shape)
