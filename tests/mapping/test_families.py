@@ -37,6 +37,7 @@ from family_references import REFERENCES, maxtext
 from llama_jax import logits
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import (
@@ -1011,6 +1012,34 @@ def test_biases_that_a_model_side_lacks(saved, name, target):
     _, config, tensors, _ = saved[name]
     with pytest.raises(MappingError, match=r"bias"):
         families.mapping(config, target=target).bind(specs_of(tensors))
+
+
+def nearest(model_type):
+    with pytest.raises(MappingError, match="no ready mapping for model_type") as caught:
+        families.mapping({"model_type": model_type})
+    calls = re.findall(r"osl\.families\.(\w+)\(config, model_type=(.+?)\)", str(caught.value))
+    assert {said for _, said in calls} == {repr(model_type)}
+    return [family for family, _ in calls]
+
+
+def test_every_name_that_is_not_known_gets_its_nearest_families():
+    with pytest.raises(MappingError) as caught:
+        families.mapping({})
+    known = re.findall(r"\w+", str(caught.value).partition("one of ")[2].partition(")")[0])
+    names = [name for name in CONFIG_MAPPING_NAMES if name not in known]
+    assert len(names) > 100
+    for name in (*names, "gemma5", "kimi_k25", "X", "日本", "a" * 30):
+        found = nearest(name)
+        assert len({*found}) == 3
+        assert all(callable(getattr(families, family)) for family in found)
+    assert nearest("kimi_k25")[0] == "deepseek_v3"  # which is `kimi_k2`
+    assert nearest("gemma5")[0].startswith("gemma")
+    assert nearest("falcon_mamba")[0] == "mamba2"
+    assert nearest("olmoe")[0].startswith("olmo")
+    with pytest.raises(MappingError, match=r"function of osl\.families; else"):
+        families.mapping({})
+    with pytest.raises(MappingError, match=r"nearest by name are osl\.families"):
+        families.mapping({"model_type": "a" * 100_000})
 
 
 def test_options_that_are_not_there(saved):

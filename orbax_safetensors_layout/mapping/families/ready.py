@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import os
 from collections.abc import Callable, Mapping as Dict, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, get_args, get_type_hints
 
-from orbax_safetensors_layout.catalog import Catalog, suggest_names
+from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import MappingError, listed
 from orbax_safetensors_layout.format import short_repr
 
@@ -248,14 +249,26 @@ def _family_of(model_type: object) -> str:
     if isinstance(model_type, str) and model_type in _FAMILY_OF:
         return _FAMILY_OF[model_type]
     shown = short_repr(model_type)
-    suggestions = suggest_names(shown, FAMILIES, 3)
-    calls = " or ".join(f"osl.families.{name}(config, model_type={shown})" for name in suggestions)
+    similar = _similar_families(model_type) if isinstance(model_type, str) else []
+    calls = " or ".join(f"osl.families.{name}(config, model_type={shown})" for name in similar)
     raise MappingError(
         f"there is no ready mapping for model_type {shown}",
         expected=f"one of {', '.join(sorted(_FAMILY_OF))}",
-        hint="If the model is one of these by another name, call that family's function"
-        f"{f': {calls}' if calls else ' of osl.families'}; else write an osl.Mapping.",
+        hint="If the model is one of these by another name, call that family's function of"
+        f" osl.families{calls and f': nearest by name are {calls}'}; else write an osl.Mapping.",
     )
+
+
+def _similar_families(model_type: str) -> list[str]:
+    """Return the three families with the most similar names, however far they are."""
+    match = difflib.SequenceMatcher(b=model_type[:80].lower(), autojunk=False)
+
+    def likeness(name: str) -> float:
+        match.set_seq1(name)
+        return match.ratio()
+
+    names = sorted(_FAMILY_OF, key=likeness, reverse=True)
+    return list(dict.fromkeys(_FAMILY_OF[name] for name in names))[:3]
 
 
 def _check_type(family: str, config: Dict[str, object], said: str | None) -> None:
