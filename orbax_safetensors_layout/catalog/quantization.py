@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from orbax_safetensors_layout.format import TensorEntry, short_repr
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_DEFAULT_BITS = 4
+_DEFAULT_BITS, _WORD = 4, 32
 
 
 class _Scheme(NamedTuple):
@@ -21,9 +21,10 @@ class _Scheme(NamedTuple):
     weight: str  # suffix of the name of the tensor with the values
     dtypes: tuple[str, ...]  # codes of that tensor
     beside: tuple[str, ...]  # suffixes of tensors without parameters of their own; `*` is any text
-    bits: int | None  # of a value; None where the configuration says
+    bits: int | None  # of a value; None where the configuration and shapes say
 
 
+_ACTIVATIONS = "*_global_scale"
 # The first name beside the weight must exist; the first scheme that fits applies.
 _SCHEMES = (
     _Scheme("FP8 with block scales", "weight", _FLOAT8, ("weight_scale_inv",), 8),
@@ -36,10 +37,14 @@ _SCHEMES = (
         4,
     ),
     _Scheme(
+        "NVFP4", "weight_packed", ("U8",), ("weight_global_scale", "weight_scale", _ACTIVATIONS), 4
+    ),
+    _Scheme("MXFP4", "weight_packed", ("U8",), ("weight_scale",), 4),
+    _Scheme(
         "packed integers",
         "weight_packed",
-        ("I32", "U8"),
-        ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "*_global_scale"),
+        ("I32",),
+        ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", _ACTIVATIONS),
         None,
     ),
     _Scheme(
@@ -75,7 +80,8 @@ def find_quantization(
     """Finds quantised tensors by their names and dtypes; return None where none is."""
     configured = config.get("quantization_config") or config.get("compression_config")
     settings: Mapping[str, Any] = configured if isinstance(configured, dict) else {}
-    bits, problem = _bits(settings)
+    figures = _Figures.of(settings)
+    all_sure = True
     weights: dict[str, int] = {}
     parameters: dict[str, int] = {}
     stems: dict[str, list[_Scheme]] = {}
@@ -85,15 +91,17 @@ def find_quantization(
             is_stored = stem != name and entry.dtype.code in scheme.dtypes
             if is_stored and stem + scheme.beside[0] in entries:
                 weights[scheme.name] = weights.get(scheme.name, 0) + 1
-                nbits = math.prod(entry.shape) * entry.dtype.bits
-                parameters[name] = nbits // (scheme.bits or bits)
+                count, is_sure = math.prod(entry.shape) * entry.dtype.bits, True
+                if scheme.bits is None:
+                    count, is_sure = figures.parameters(entry, stem, entries)
+                parameters[name] = count // (scheme.bits or 1)
+                all_sure &= is_sure
                 stems.setdefault(stem, []).append(scheme)
                 break
+    problem = None if all_sure else figures.problem
     if stems:
         parameters |= dict.fromkeys(_beside(entries, stems), 0)
     method = _method(settings)
-    if all(scheme.bits for schemes in stems.values() for scheme in schemes):
-        problem = None
     if configured and configured is not settings:
         problem = f"its quantization_config is {short_repr(configured)}, not an object"
     if not (method or weights or problem):
@@ -101,20 +109,62 @@ def find_quantization(
     return QuantizedWeights(method, weights, parameters, problem)
 
 
-def _bits(settings: Mapping[str, Any]) -> tuple[int, str | None]:
-    """Return the bits of a packed value, and what is wrong with the configured number."""
-    bits = settings.get("bits", settings.get("w_bit"))
-    groups = settings.get("config_groups")
-    if bits is None and isinstance(groups, dict):  # compressed-tensors
-        weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)]
-        counts = [w.get("num_bits") for w in weights if isinstance(w, dict)]
-        bits = counts[0] if counts and all(count == counts[0] for count in counts) else counts
-    if bits is None:
-        return _DEFAULT_BITS, None
-    if type(bits) is int and bits in (2, 3, 4, 8):
-        return bits, None
-    text = f"its configuration says {short_repr(bits)} bits a weight; {_DEFAULT_BITS} are assumed"
-    return _DEFAULT_BITS, text
+class _Figures(NamedTuple):
+    """The configured bits and groups of packed integers."""
+
+    said: list[object]  # numbers of bits, as they are configured
+    groups: list[tuple[int, int | None]]  # possible ones, with the values that share a scale
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        given = [(settings.get("bits", settings.get("w_bit")), settings.get("group_size"))]
+        groups = settings.get("config_groups")
+        for group in groups.values() if isinstance(groups, dict) else ():  # compressed-tensors
+            weights = group.get("weights") if isinstance(group, dict) else None
+            if isinstance(weights, dict):
+                given.append((weights.get("num_bits"), weights.get("group_size")))
+        said = [bits for bits, _ in given if bits is not None]
+        return cls(
+            [bits for n, bits in enumerate(said) if bits not in said[:n]],
+            [
+                (bits, size if type(size) is int and size > 0 else None)
+                for bits, size in given
+                if type(bits) is int and 1 <= bits <= 8
+            ],
+        )
+
+    @property
+    def problem(self) -> str | None:
+        said = self.said[0] if len(self.said) == 1 else self.said
+        text = f"its configuration says {short_repr(said)} bits a weight; {_DEFAULT_BITS} are"
+        return f"{text} assumed" if self.said else None
+
+    def parameters(
+        self, words: TensorEntry, stem: str, entries: Mapping[str, TensorEntry]
+    ) -> tuple[int, bool]:
+        """Return how many values the words of a weight hold, and whether shapes or bits say so."""
+        rows, length = math.prod(words.shape[:-1]), math.prod(words.shape[-1:])
+        scales, index = (entries.get(stem + part) for part in ("scales", "g_idx"))
+        if scales is not None:  # of GPTQ or AWQ, whose rows are inputs
+            outputs = math.prod(scales.shape[-1:])
+            if outputs != length:  # AWQ packs outputs
+                return rows * outputs, True
+            if index is not None and index.shape != (0,):
+                return math.prod(index.shape) * outputs, True
+            rows, length = outputs, rows
+        scale = entries.get(stem + "weight_scale")
+        groups = 0 if scale is None else math.prod(scale.shape[-1:])
+        columns = {
+            size * groups
+            for bits, size in self.groups
+            if size and -(-size * groups * bits // _WORD) == length
+        }
+        columns |= {
+            length * _WORD // bits for bits, size in self.groups if not size and groups == 1
+        }
+        columns = columns or {length * _WORD // bits for bits, _ in self.groups}
+        is_sure = len(columns) == 1
+        return rows * (columns.pop() if is_sure else length * _WORD // _DEFAULT_BITS), is_sure
 
 
 def _beside(

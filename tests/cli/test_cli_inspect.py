@@ -112,7 +112,7 @@ QUANTISED = {
             "a.qweight": np.zeros((2, 8), np.int32),
             "a.qzeros": (1, 1),
             "a.scales": (1, 8),
-            "a.g_idx": (16,),
+            "a.g_idx": (8,),
         },
         {"quant_method": "gptq", "bits": 8},
         64,
@@ -211,7 +211,13 @@ def test_bits_of_packed_weights(tmp_path):
         ({"config_groups": groups}, 32, None),
         ({"bits": 8}, 32, None),
         ({}, 64, None),
+        ({"bits": 5}, 48, None),
         ({"bits": "8"}, 64, "its configuration says '8' bits a weight; 4 are assumed"),
+        (
+            {"config_groups": {n: {"weights": {"num_bits": n}} for n in (8, 4)}},
+            64,
+            "its configuration says [8, 4] bits a weight; 4 are assumed",
+        ),
     ):
         write_config(tmp_path, {"quantization_config": method | said})
         report = inspect(tmp_path)

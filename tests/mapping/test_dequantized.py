@@ -16,6 +16,7 @@ from mapping_expressions import evaluate
 from recording import recording
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.analysis import inspect
 from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import affine_pieces
@@ -304,6 +305,29 @@ def test_families_take_each_format(tmp_path, case, target):
     mapping = osl.families.mapping(tmp_path / "plain", target=target, dtype="float32")
     expected = osl.load(tmp_path / "plain", mapping=mapping)
     jax.tree.map(lambda a, b: assert_same_bits(np.asarray(a), np.asarray(b)), loaded, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inspect_counts_what_each_format_decodes_to(tmp_path, case):
+    tensors, values, config, norm = made(case)
+    write(tmp_path, tensors, {"config_groups": {}} | config)
+    report = inspect(tmp_path)
+    if case != "pack-quantized without figures":  # only the content of `weight_shape` says them
+        assert report.total.parameters == values.size + sum(part.size for part in norm.values())
+    assert sum(report.quantization.weights.values()) == 1
+    assert report.problem is None
+
+
+def test_inspect_counts_mixed_recipes(tmp_path):
+    tensors, count, groups = {}, 0, {}
+    for bits, group in ((8, 16), (4, 16), (6, 16), (3, None)):
+        part, values, _ = integers(bits, group or COLUMNS)
+        tensors |= {f"layers.{bits}.up.{name}": value for name, value in part.items()}
+        groups[f"group_{bits}"] = {"weights": {"num_bits": bits, "group_size": group}}
+        count += values.size
+    write(tmp_path, tensors, {"quant_method": "compressed-tensors", "config_groups": groups})
+    report = inspect(tmp_path)
+    assert (report.total.parameters, report.problem) == (count, None)
 
 
 @pytest.fixture(scope="module")
