@@ -12,6 +12,7 @@ from .inspection import (
     Inspection,
     Total,
     inspect,
+    inspect_dequantized,
     inspect_orbax,
 )
 from .report import Finding, Report

@@ -121,6 +121,31 @@ def _inspected(
     )
 
 
+def inspect_dequantized(
+    path: PathLike, dtype: str, *, only: str | Sequence[str] | None = None
+) -> Inspection:
+    """Lists a safetensors checkpoint as `dequantized` makes it; `files` are the stored ones."""
+    from orbax_safetensors_layout.mapping import dequantized
+
+    report = inspect(path)
+    stored = {tensor.name: tensor for tensor in report.tensors}
+    leaves = dequantized(path, dtype=dtype).bind(path).leaves
+    names = [*leaves] if only is None else select_names(leaves, only, path=report.path)
+    tensors = []
+    for name, leaf in zip(names, map(leaves.__getitem__, names), strict=True):
+        sources = [stored[source] for source in leaf.sources()]
+        if sources == [stored.get(name)]:  # a tensor that is not quantised
+            tensors += sources
+            continue
+        code, size = dtype_code(leaf.dtype), math.prod(leaf.shape)
+        files = dict.fromkeys(file for source in sources for file in source.files)
+        nbytes = size * leaf.dtype.itemsize
+        tensors.append(InspectedTensor(name, code, leaf.shape, nbytes, size, (*files,), 1))
+    assumed = report.quantization and report.quantization.problem
+    problem = None if report.problem == assumed else report.problem
+    return report._replace(tensors=tuple(tensors), problem=problem)
+
+
 def inspect_orbax(path: str, *, only: str | Sequence[str] | None = None) -> Inspection:
     """Lists an item that Orbax saved. Only small arrays that may be PRNG keys are read."""
     from orbax_safetensors_layout.adapters import OrbaxReader

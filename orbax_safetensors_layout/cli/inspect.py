@@ -13,6 +13,7 @@ from orbax_safetensors_layout.analysis import (
     Inspection,
     Total,
     inspect,
+    inspect_dequantized,
     inspect_orbax,
 )
 from orbax_safetensors_layout.catalog import resolve_checkpoint
@@ -40,14 +41,24 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--files", action="store_true", help="a row a file, not a row a tensor")
     add("--all", action="store_true", help="a row for every tensor, not for every pattern")
+    add(
+        "--dequantize",
+        metavar="DTYPE",
+        help="show quantised weights as they are decoded to this dtype, as bfloat16",
+    )
     add("--sort", choices=[*_SORT_KEYS], help="default: the order of the files")
     add_json(parser)
 
 
 def _run(parsed: argparse.Namespace, output: Output) -> int:
     ref = resolve_checkpoint(parsed.path)
-    list_content = inspect_orbax if ref.is_orbax else inspect
-    report = list_content(ref.path, only=parsed.filter)
+    if parsed.dequantize and ref.is_orbax:
+        raise ValueError("--dequantize is for safetensors, and Orbax saved this in its own format")
+    if parsed.dequantize:
+        report = inspect_dequantized(ref.path, parsed.dequantize, only=parsed.filter)
+    else:
+        list_content = inspect_orbax if ref.is_orbax else inspect
+        report = list_content(ref.path, only=parsed.filter)
     if parsed.sort:
         report = report._replace(tensors=tuple(sorted(report.tensors, key=_SORT_KEYS[parsed.sort])))
     if parsed.json:
@@ -148,6 +159,7 @@ COMMAND = Command(
         "inspect Llama-3.1-8B --sort size",
         "inspect run/1000/default --filter 'params.layers.0.*' --all",
         "inspect runs/a/1000",
+        "inspect DeepSeek-V3 --dequantize bfloat16",
         "inspect DeepSeek-V3 --json | jq .total.parameters",
     ),
     add_arguments=_add_arguments,

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, place
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.analysis import inspect
+from orbax_safetensors_layout.analysis import inspect, inspect_dequantized
 from orbax_safetensors_layout.catalog import compile_pattern
 from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.cli.output import name_families
@@ -165,6 +165,7 @@ def test_parameters_of_quantised_weights_are_the_models(tmp_path, kind):
 def test_plain_weights_are_not_quantised(tmp_path):
     osl.save(tmp_path, {"a": {"weight": np.zeros(3), "scales": np.zeros(2)}})
     assert inspect(tmp_path).quantization is None
+    assert inspect_dequantized(tmp_path, "bfloat16") == inspect(tmp_path)
 
 
 NAMES = st.lists(
@@ -303,5 +304,7 @@ def test_what_orbax_saved(tmp_path, capsys, use_ocdbt):
     assert "8 chunks" in out
     assert "small" not in out
     assert main(["inspect", str(step), "--files"]) == 0
+    assert main(["inspect", str(step), "--dequantize", "bfloat16"]) == 2
+    assert "Orbax saved this in its own format" in capsys.readouterr().err
     assert main(["inspect", str(step), "--filter", "v"]) == 1
     assert "not found" in capsys.readouterr().err

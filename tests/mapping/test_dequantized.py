@@ -318,6 +318,24 @@ def test_inspect_counts_what_each_format_decodes_to(tmp_path, case):
     assert report.problem is None
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_inspect_shows_what_each_format_decodes_to(tmp_path, capsys, case):
+    tensors, values, config, norm = made(case)
+    write(tmp_path, tensors, config)
+    arguments = ["inspect", str(tmp_path), "--dequantize", "bfloat16"]
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {t["name"]: (t["dtype"], t["shape"], t["parameters"]) for t in report["tensors"]} == {
+        "model.layers.0.up.weight": ("BF16", [*values.shape], values.size),
+        **{name: ("F32", [*part.shape], part.size) for name, part in norm.items()},
+    }
+    assert {file for t in report["tensors"] for file in t["files"]} == {"model.safetensors"}
+    assert report["by_dtype"]["BF16"]["nbytes"] == 2 * values.size
+    assert report["problem"] is None
+    assert main([*arguments, "--filter", "*up*", "--files"]) == 0
+    assert "model.layers" not in capsys.readouterr().out
+
+
 def test_inspect_counts_mixed_recipes(tmp_path):
     tensors, count, groups = {}, 0, {}
     for bits, group in ((8, 16), (4, 16), (6, 16), (3, None)):
