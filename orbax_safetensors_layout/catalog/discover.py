@@ -52,6 +52,8 @@ _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 _MODEL, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors")
 _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """Prefixes of files that PEFT, Diffusers and Mistral put beside a model's own, of any name."""
+_OF_LIBRARIES = {"model", "pytorch_model", "diffusion_pytorch_model", *_BESIDE_A_MODEL}
+"""Names of which libraries write variants; files of other names may be parts of one checkpoint."""
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)((?:\.[^.]+)?)\.safetensors")
 _IN_ORBAXS_FORMAT = (
     "Orbax saved it in its own format: restore it with Orbax's own handlers, for instance a manager"
@@ -327,13 +329,10 @@ def _model_alone(names: list[str], path: str) -> list[str]:
 def _without_variants(names: Sequence[str]) -> list[str]:
     """Leaves out variants of files that are there without: `model.fp16.safetensors` is one."""
     stems = {name: _stem(name) for name in names}
-    whole = {*stems.values()}
-
-    def is_variant(stem: str) -> bool:  # a number, as in `layers.0`, makes none
-        dots = (place for place, char in enumerate(stem) if char == ".")
-        return any(stem[:dot] in whole and not stem[dot + 1 :].isdigit() for dot in dots)
-
-    return [name for name, stem in stems.items() if not is_variant(stem)]
+    whole = _OF_LIBRARIES & {*stems.values()}
+    return [
+        name for name, stem in stems.items() if stem.partition(".")[0] not in whole or stem in whole
+    ]
 
 
 def _stem(name: str) -> str:
