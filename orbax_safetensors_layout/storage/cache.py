@@ -28,6 +28,7 @@ import itertools
 import os
 import re
 import shutil
+import stat
 import struct
 import tempfile
 import threading
@@ -206,10 +207,11 @@ class RangeCache:
         end = memoryview(bytearray(_END.size))
         data = [memoryview(bytearray(before)), *parts, memoryview(bytearray(after))]
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe
             try:
                 size = stop - start + _END.size
-                is_whole = os.fstat(fd).st_size == size
+                status = os.fstat(fd)
+                is_whole = stat.S_ISREG(status.st_mode) and status.st_size == size
                 is_whole = is_whole and transfer(os.preadv, fd, 0, [*data, end]) == size
                 if is_whole and end == _end(key, start, stop, data):
                     with contextlib.suppress(OSError):

@@ -388,9 +388,19 @@ def _overstate(path, rng, folder):
     path.rename(path.with_name(f"{start}-{start + (1 << 62)}"))
 
 
+def _pipe(path, rng, folder):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _device(path, rng, folder):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 @pytest.mark.parametrize(
     "damage",
-    [_flip, _cut, _extend, _empty, _exchange, _delete, _misname, _overstate],
+    [_flip, _cut, _extend, _empty, _exchange, _delete, _misname, _overstate, _pipe, _device],
     ids=lambda d: d.__name__,
 )
 def test_damaged_entries_are_fetched_again(web, cache, damage):
