@@ -113,11 +113,16 @@ class RangeCache:
         self._asked: set[str] = set()  # keys
         for attempts_left in reversed(range(_START_ATTEMPTS)):
             try:
+                for place in (folder.path, self._root):
+                    os.makedirs(place, 0o700, exist_ok=True)
+                    _refuse_shared(place, os.geteuid() if place == self._root else None)
                 partial = self._create(0)
                 if partial is not None:
                     os.close(partial[0])
                     os.unlink(partial[1])
                 return
+            except StorageError:
+                raise
             except OSError as error:
                 if error.errno in _FULL:
                     self._stop(error)
@@ -235,7 +240,9 @@ class RangeCache:
                 write_fully(fd, 0, [*parts, memoryview(_end(key, start, stop, parts))])
             finally:
                 os.close(fd)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            stretch = os.path.dirname(path)
+            for folder in (os.path.dirname(stretch), stretch):
+                os.makedirs(folder, 0o700, exist_ok=True)
             os.replace(name, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -333,6 +340,24 @@ class RangeCache:
 
 def _hash(content: str) -> str:
     return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()
+
+
+def _refuse_shared(folder: str, owner: int | None) -> None:
+    """Raise for a folder in which others could put entries of their own."""
+    status = os.stat(folder)
+    found = None
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        found = f"mode {stat.S_IMODE(status.st_mode):o}"
+    elif owner not in (None, status.st_uid):
+        found = f"user {status.st_uid} owns it"
+    if found:
+        raise StorageError(
+            "others can write to the cache folder, so what it has may be forged",
+            file=folder,
+            expected="a folder that this user alone can write to",
+            found=found,
+            hint="Empty it and `chmod 700` it, or give `ReadOptions(cache=...)` a new folder.",
+        )
 
 
 def _end(key: str, start: int, stop: int, parts: Sequence[Buffer]) -> bytes:

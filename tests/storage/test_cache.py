@@ -610,6 +610,41 @@ def test_a_folder_that_cannot_be_written_to(web, tmp_path):
         assert "ReadOptions(cache=" in caught.value.hint
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o757])
+def test_a_folder_that_others_can_write_to(web, cache, mode, inside):
+    load(web, cache)
+    folder = cache / "orbax_safetensors_layout.cache" if inside else cache
+    folder.chmod(mode)
+    with pytest.raises(osl.StorageError, match="others") as caught:
+        load(web, cache)
+    assert caught.value.file == str(folder)
+    assert "chmod 700" in caught.value.hint
+    folder.chmod(0o755)
+    web.fetched()
+    assert_same(load(web, cache), TENSORS)
+    assert web.fetched() == []
+
+
+def test_a_folder_of_somebody_else(web, cache, monkeypatch):
+    load(web, cache)
+    owner = cache.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(osl.StorageError, match=r"others can write.* owns it"):
+        load(web, cache)
+
+
+def test_folders_are_the_owner_s_whatever_the_mask(web, cache):
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            assert_same(load(web, cache), TENSORS)
+    finally:
+        os.umask(before)
+    for path in (cache, *cache.rglob("*")):
+        assert not path.stat().st_mode & 0o077, path
+
+
 @pytest.mark.parametrize("call", ["pwritev", "ftruncate", "replace"])
 def test_a_disk_that_becomes_full_is_warned_of_once(web, cache, call, warnings_of):
     real, count = getattr(os, call), []
