@@ -16,6 +16,9 @@ A key is the hash of a `Storage.content_key`, so an entry is of one version. It 
 and ends with the CRC-32 of its key, its place and its bytes, checked whenever it is read: what is
 damaged, cut off, misplaced or gone is fetched. Nothing is flushed to the disk; after a crash of the
 machine the checksums decide. They detect damage, not forgery: the folder is for its owner alone.
+
+All files count, `usage` too. What it says is believed where its checksum is right, and where it was
+written to this very file since the machine was booted; else all files are counted anew.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import itertools
 import os
@@ -54,6 +58,7 @@ _END = struct.Struct("<8sI")
 _MARK = b"osl-cut1"
 _ENTRY = re.compile(r"(\d{1,19})-(\d{1,19})", re.A)
 _USAGE = "usage"
+_USAGE_BYTES = 128  # at most
 _LONGEST_LOCK_SECONDS = 5.0
 _START_ATTEMPTS = 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -106,7 +111,8 @@ class RangeCache:
 
     def __init__(self, folder: CacheFolder) -> None:
         self._root = os.path.join(folder.path, "orbax_safetensors_layout.cache")
-        self._most_bytes = folder.most_bytes
+        self._usage = os.path.join(self._root, _USAGE)
+        self._most_bytes = max(folder.most_bytes, _BLOCK_BYTES)  # of `usage`
         self._begun_ns = time.time_ns()
         self._lock = threading.Lock()
         self._keeps = True
@@ -253,7 +259,8 @@ class RangeCache:
         """Creates a file of a size under a temporary name; None where it would exceed the bound.
 
         Files get their size, are counted and are evicted under one lock, so that at no moment there
-        is more than the bound. What is counted may be too much, until it is counted again.
+        is more than the bound. What is counted may be too much, until it is counted again. Who
+        counts under another lock, as `usage` was removed, may miss a file: it is given up.
         """
         size = _on_disk(nbytes)
         os.makedirs(self._root, 0o700, exist_ok=True)
@@ -263,18 +270,19 @@ class RangeCache:
             if usage is None:
                 self._stop(f"another process locked it for {_LONGEST_LOCK_SECONDS:g} s")
                 return None
-            count = os.pread(usage, 32, 0).strip()
-            used = int(count) if count.isdigit() else None
+            used = _counted(usage)
             if used is None or used + size > self._most_bytes:
                 used = self._evict(size)
             fits = used + size <= self._most_bytes
-            os.pwrite(usage, b"%020d\n" % (used + size if fits else used), 0)
+            os.pwrite(usage, _count(usage, used + size if fits else used), 0)
             if not fits:
                 self._stop(f"cache_bytes={self._most_bytes} are in use by this load")
                 return None
             fd, path = tempfile.mkstemp(".partial", dir=self._root)
             try:
                 os.ftruncate(fd, nbytes)
+                if not os.path.samestat(os.fstat(usage), os.stat(self._usage)):
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._usage)
             except BaseException:
                 os.close(fd)
                 os.unlink(path)
@@ -284,8 +292,7 @@ class RangeCache:
     @contextlib.contextmanager
     def _locked_usage(self) -> Iterator[int | None]:
         """Yields the locked count of bytes; None where another process does not give it up."""
-        path = os.path.join(self._root, _USAGE)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._usage, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _LONGEST_LOCK_SECONDS
         try:
             while True:
@@ -314,7 +321,8 @@ class RangeCache:
         for used_ns, length, path in files:
             if used + size <= self._most_bytes // 10 * 9 or used_ns >= self._begun_ns:
                 break
-            if os.path.relpath(path, self._root).partition(os.sep)[0] in self._asked:
+            first = os.path.relpath(path, self._root).partition(os.sep)[0]
+            if first == _USAGE or first in self._asked:
                 continue
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -323,14 +331,22 @@ class RangeCache:
         return used
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Yields when each file was used, its bytes and its path."""
-        for folder, _, names in os.walk(self._root):
+        """Yields when each file was used, its bytes and its path.
+
+        Entries are renamed meanwhile. What is being written is looked at first: if it has its place
+        by then, it is found there; a listing of the root may be older than the place.
+        """
+        seen = set()
+        begun = (self._root, list[str](), os.listdir(self._root))
+        for folder, _, names in itertools.chain([begun], os.walk(self._root)):
             for name in names:
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
                     status = os.lstat(path)
-                    if name != _USAGE:
-                        yield status.st_mtime_ns, _on_disk(status.st_size), path
+                    if not stat.S_ISDIR(status.st_mode) and status.st_ino not in seen:
+                        seen.add(status.st_ino)
+                        # An empty `usage` is about to be written.
+                        yield status.st_mtime_ns, _on_disk(max(1, status.st_size)), path
 
     def _stop(self, cause: object) -> None:
         if self._keeps:
@@ -358,6 +374,32 @@ def _refuse_shared(folder: str, owner: int | None) -> None:
             found=found,
             hint="Empty it and `chmod 700` it, or give `ReadOptions(cache=...)` a new folder.",
         )
+
+
+def _counted(usage: int) -> int | None:
+    """Return the count in a file; None where it cannot be trusted."""
+    text = os.pread(usage, _USAGE_BYTES, 0)
+    used = text.partition(b" ")[0]
+    if used.isdigit() and text.startswith(_count(usage, int(used))):
+        return int(used)
+    return None
+
+
+def _count(usage: int, used: int) -> bytes:
+    """Return what a file says of bytes in use.
+
+    A copy of it says nothing, nor does what a crash of the machine has left.
+    """
+    text = f"{used:020d} {os.fstat(usage).st_ino} {_boot()}"
+    return f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
+
+
+@functools.cache
+def _boot() -> str:
+    """Return what differs between boots of a Linux machine."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
 
 
 def _end(key: str, start: int, stop: int, parts: Sequence[Buffer]) -> bytes:

@@ -195,8 +195,8 @@ def kept_bytes(cache):
         for path in root.rglob("*"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
-                if path.is_file() and path.name != "usage":
-                    sizes[status.st_ino] = status.st_size  # it may be renamed meanwhile
+                if path.is_file():  # it may be renamed meanwhile
+                    sizes[status.st_ino] = -(-status.st_size // 4096) * 4096
         return sum(sizes.values())
     return 0
 
@@ -532,6 +532,79 @@ def test_what_is_being_written_counts(tmp_path):
         first.keep("content", 0, [data])
     assert 64_000 <= sizes[0] == sizes[1] <= most
     assert first.read_into("content", 0, [data]) == []
+
+
+def test_what_is_renamed_while_another_process_counts(tmp_path):
+    """The first entry of a content, whose folder appears while the others are looked at."""
+    most = 8 * MIB
+    first, second = (RangeCache(CacheFolder(str(tmp_path), most)) for _ in range(2))
+    root = tmp_path / "orbax_safetensors_layout.cache"
+    replace, lstat, waiting = os.replace, os.lstat, []
+
+    def look(path, *args, **kwargs):
+        if waiting and path == waiting[0][0]:
+            replace(*waiting.pop())
+        return lstat(path, *args, **kwargs)
+
+    def rename(*paths):
+        waiting.append(paths)
+        (root / "usage").unlink()
+        with mock.patch.object(os, "replace", replace), mock.patch.object(os, "lstat", look):
+            second.keep("another", 0, [memoryview(bytearray(MIB))])
+        assert not waiting
+
+    with mock.patch.object(os, "replace", rename):
+        first.keep("content", 0, [memoryview(bytearray(3 * MIB))])
+    for n in range(1, 12):
+        second.keep("another", n * MIB, [memoryview(bytearray(MIB))])
+    assert 7 * MIB < kept_bytes(tmp_path) <= most
+
+
+def test_the_count_is_removed_while_an_entry_is_begun(tmp_path):
+    most = 100_000
+    first, second = (RangeCache(CacheFolder(str(tmp_path), most)) for _ in range(2))
+    data = memoryview(bytearray(64_000))
+    real, begun = os.ftruncate, []
+
+    def truncate(*args):
+        if not begun:
+            begun.append(True)
+            (tmp_path / "orbax_safetensors_layout.cache" / "usage").unlink()
+            second.keep("another", 0, [data])
+        real(*args)
+
+    with mock.patch.object(os, "ftruncate", truncate):
+        first.keep("content", 0, [data])
+    assert 64_000 < kept_bytes(tmp_path) <= most
+    assert second.read_into("another", 0, [data]) == []
+
+
+@pytest.mark.parametrize("how", ["too small", "copied", "of an earlier boot"])
+def test_a_count_that_is_not_of_these_files(tmp_path, how, monkeypatch):
+    most = 2 * MIB
+    usage = tmp_path / "orbax_safetensors_layout.cache" / "usage"
+    RangeCache(CacheFolder(str(tmp_path), most))
+    few = usage.read_bytes()
+    RangeCache(CacheFolder(str(tmp_path), most)).keep("f", 0, [memoryview(bytearray(MIB))])
+    if how == "too small":
+        usage.write_bytes(usage.read_bytes().replace(b"1", b"0"))
+    elif how == "copied":
+        (usage.parent / "other").write_bytes(few)
+        (usage.parent / "other").rename(usage)
+    else:
+        usage.write_bytes(few)
+        monkeypatch.setattr("orbax_safetensors_layout.storage.cache._boot", lambda: "another")
+    second = RangeCache(CacheFolder(str(tmp_path), most))
+    for n in range(3):
+        second.keep("g", n * MIB, [memoryview(bytearray(900_000))])
+    assert MIB < kept_bytes(tmp_path) <= most
+
+
+def test_a_bound_below_one_block_keeps_nothing(web, cache):
+    for most in (1, 4096):
+        assert_same(load(web, cache, cache_bytes=most), TENSORS)
+        assert entries(cache) == []
+        assert kept_bytes(cache) <= 4096
 
 
 def test_processes_share_it(hub, tmp_path, cache):
