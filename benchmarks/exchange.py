@@ -146,6 +146,10 @@ def _chosen(options: argparse.Namespace, name: str) -> bool:
     return not options.only or any(name.startswith(word) for word in options.only)
 
 
+def _lower_quartile(values: list[float]) -> float:
+    return statistics.quantiles(values)[0] if len(values) > 1 else values[0]
+
+
 def main() -> None:
     """Prints a table, and the worst of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -163,7 +167,7 @@ def main() -> None:
     print("|---" * (len(options.choices) + 2) + "|")
     for name, of_case in measure(options):
         rows[name] = of_case
-        quartiles = {c: statistics.quantiles(of_case[c])[0] for c in options.choices}
+        quartiles = {c: _lower_quartile(of_case[c]) for c in options.choices}
         cells = [
             f"{quartiles[choice]:.3f} ({of_case[f'{choice} bytes'][0] / 1e6:,.0f})"
             for choice in options.choices

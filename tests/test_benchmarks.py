@@ -1,5 +1,6 @@
 """The benchmarks measure what they say; the one of accelerators runs on CPU devices here."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -74,3 +75,16 @@ def test_a_comparison_of_commits_measures_the_package_of_each(program, contender
         check=False,
     )
     assert "the older one" in done.stdout + done.stderr
+
+
+def test_one_round_of_exchanges_makes_a_table(monkeypatch, capsys):
+    """A single figure is its own quartile."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    exchange = importlib.import_module("exchange")
+    figures = {"each": [2.0], "each bytes": [3e6], "auto": [1.0], "auto bytes": [1e6]}
+    monkeypatch.setattr(exchange, "measure", lambda options: iter([("far:tiny:2", figures)]))
+    arguments = ["--repeat", "1", "--only", "far", "--choices", "each", "auto"]
+    monkeypatch.setattr(sys, "argv", ["exchange.py", *arguments])
+    with pytest.raises(SystemExit, match="0"):
+        exchange.main()
+    assert "| far:tiny:2 | 2.000 (3) | 1.000 (1) | 0.50 |" in capsys.readouterr().out
