@@ -86,8 +86,8 @@ class ClusterEstimate(PlannedShares):
         """Return the time of each process, by default of the load itself."""
         costs = costs or self.costs
         mean_bytes = sum(cost.read_bytes for cost in costs) / len(costs)
-        of_all = mean_bytes * self.mesh.processes / self.rate.shared_bytes_per_second
-        return [max(of_all, self.rate.seconds(cost)) for cost in costs]
+        all_bytes = mean_bytes * self.mesh.processes
+        return [self.rate.seconds(cost, all_bytes) for cost in costs]
 
     def costliest(self, count: int) -> list[LeafCost]:
         """Return the leaves that cost most beyond their bytes, the worst first."""

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from orbax_safetensors_layout.analysis import ClusterEstimate
-from orbax_safetensors_layout.options import MIB, exchange_profile
+from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.plan import Cost, LeafCost
 from orbax_safetensors_layout.runtime import count_text, number_text, seconds_text, size_text
 from orbax_safetensors_layout.sharding import spec_text
@@ -90,8 +90,7 @@ def _head(estimate: ClusterEstimate) -> str:
         f" {size_text(estimate.rate.shared_bytes_per_second)}/s all hosts",
     ]
     if any(map(_exchanged, estimate.costs)):
-        rate = size_text(exchange_profile().bytes_per_second)
-        lines.append(f"exchange among devices, where that takes less time: {rate}/s a host")
+        lines.append(f"exchange {estimate.rate.exchange_text()} (accelerators)")
     if estimate.is_orbax:
         lines.append(
             "chunks   read whole, for each shard of a host that has a part of one; uncompressed"
@@ -255,7 +254,7 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
             "host_bytes_per_second": estimate.rate.bytes_per_second,
             "all_hosts_bytes_per_second": estimate.rate.shared_bytes_per_second,
         },
-        "exchange": exchange_profile()._asdict(),
+        "exchange": estimate.rate.exchange._asdict(),
         "parameters": estimate.parameters,
         "checkpoint_bytes": estimate.checkpoint_bytes,
         "checkpoint_files": estimate.checkpoint_files,

@@ -22,7 +22,7 @@ from .coverage import Coverage, coverage
 from .exchange_plan import ExchangeLimits, ExchangePolicy, plan_exchange
 from .exchange_rounds import Fragment, Item, Round, RoundForm, SharedLeaf, Stage
 from .leaf_reads import ComposedArray, LeafRead
-from .reads import ReadPlan, plan_reads, read_bytes
+from .reads import ReadPlan, exchange_cost, plan_reads, read_bytes
 from .region_reads import ArrayRegion, RegionReads
 from .regions import ByteRegion, GatherAxis, RegionPlan, TileKey
 from .shared_leaves import SharedLeaves

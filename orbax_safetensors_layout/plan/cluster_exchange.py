@@ -47,6 +47,8 @@ def plan_cluster_exchange(
     box_bytes = {leaf: entries[leaf].nbytes // len(boxes) for leaf, boxes, _ in items}
     exchanged = {class_of[leaf] for leaf in box_bytes}
     tensors, read, requests, received, peak = np.zeros((5, processes), np.int64)
+    gathered, rounds, programs = np.zeros((3, processes), np.int64)
+    compiled: dict[int, npt.NDArray[np.bool_]] = {}  # by form: the processes that take part
     opened: dict[str, Ints] = {}
     for stage in stages:
         buffered = np.zeros(processes, np.int64)
@@ -60,6 +62,9 @@ def plan_cluster_exchange(
                 weights = np.broadcast_to(each, owners.shape).reshape(-1)
                 total += np.bincount(owners.reshape(-1), weights, processes).astype(np.int64)
             received += devices * step.form.device_received_bytes
+            gathered += devices * step.form.gathered_bytes
+            rounds += devices > 0
+            compiled[id(step.form)] = devices > 0
             buffered += devices * step.form.slot_bytes
             for number, lane in enumerate(step.lanes):
                 columns = slice(number * step.form.parts, (number + 1) * step.form.parts)
@@ -72,7 +77,10 @@ def plan_cluster_exchange(
         if file in opened and number not in exchanged:
             opened[file][holders[number]] = 0  # for what they read alone they open it anyway
     files = sum(opened.values(), np.zeros(processes, np.int64))
+    for taking_part in compiled.values():
+        programs += taking_part
     written = np.zeros(processes, np.int64)
-    rows = np.stack([tensors, read, read, requests, files, peak, written, received], 1).tolist()
+    moved = received, gathered, rounds, programs
+    rows = np.stack([tensors, read, read, requests, files, peak, written, *moved], 1).tolist()
     costs = tuple(Cost(*row) for row in rows) if stages else ()
     return exchanged, costs

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import NamedTuple, Self
 
-from orbax_safetensors_layout.options import StorageProfile, exchange_profile
+from orbax_safetensors_layout.options import ExchangeProfile, StorageProfile, exchange_profile
+from orbax_safetensors_layout.runtime import seconds_text, size_text
 from orbax_safetensors_layout.sharding import Spec
 
 _NETWORK_BYTES_PER_SECOND = 25e9 / 8  # all streams' rate, by default at most
@@ -28,6 +29,9 @@ class Cost:
             for each process that opens it.
         peak_host_bytes: Bound on host memory held beyond the arrays that are returned; a sum
             over processes.
+        gathered_bytes: For a load: bytes that its devices gather in exchanges, their own included.
+        exchange_rounds: Rounds of exchanges that its devices take part in.
+        exchange_programs: Programs that XLA compiles for them.
     """
 
     tensors: int = 0
@@ -38,6 +42,9 @@ class Cost:
     peak_host_bytes: int = 0
     written_bytes: int = 0
     exchanged_bytes: int = 0
+    gathered_bytes: int = 0
+    exchange_rounds: int = 0
+    exchange_programs: int = 0
 
     @property
     def over_read(self) -> float:
@@ -76,11 +83,15 @@ class LeafCost(NamedTuple):
 
 
 class HostRate(NamedTuple):
-    """The rate of a host: of one request, without its bytes, some at once, and of all streams."""
+    """The rate of a host: of one request, without its bytes, some at once, and of all streams.
+
+    And that of exchanges among its devices and those of others.
+    """
 
     request_seconds: float
     bytes_per_second: float
     shared_bytes_per_second: float = math.inf  # of all hosts together
+    exchange: ExchangeProfile = exchange_profile()
 
     @classmethod
     def of(
@@ -89,10 +100,12 @@ class HostRate(NamedTuple):
         kind: str,
         bytes_per_second: float | None = None,
         *,
+        platform: str = "",
         processes_per_host: int = 1,
     ) -> Self:
         """Return the rate of a storage class to a process, which shares its host with others.
 
+        Its devices are of a platform as JAX names it, or accelerators.
         By default it is a guess: local streams share a disk, others the host's network.
         """
         if bytes_per_second is None:
@@ -100,12 +113,21 @@ class HostRate(NamedTuple):
             many = min(stream * profile.streams, _NETWORK_BYTES_PER_SECOND / processes_per_host)
             bytes_per_second = stream / processes_per_host if kind == "local" else many
         request_seconds = profile.latency_seconds / profile.streams
-        return cls(request_seconds, bytes_per_second, profile.shared_bytes_per_second)
+        exchange = exchange_profile(platform, processes_per_host)
+        return cls(request_seconds, bytes_per_second, profile.shared_bytes_per_second, exchange)
 
-    def seconds(self, cost: Cost) -> float:
-        moved = cost.read_bytes + cost.written_bytes
-        seconds = cost.requests * self.request_seconds + moved / self.bytes_per_second
-        return seconds + exchange_profile().seconds(cost.exchanged_bytes)
+    def seconds(self, cost: Cost, all_bytes: float = 0.0) -> float:
+        """Return the time of a cost, where all hosts together move `all_bytes`."""
+        moved = self.read_seconds(cost.read_bytes + cost.written_bytes, all_bytes)
+        exchange = cost.gathered_bytes, cost.exchange_rounds, cost.exchange_programs
+        return cost.requests * self.request_seconds + moved + self.exchange.seconds(*exchange)
+
+    def exchange_text(self) -> str:
+        rate, round_seconds, program_seconds = self.exchange
+        return (
+            f"{size_text(rate)}/s gathered a host, {seconds_text(round_seconds)} a round,"
+            f" {seconds_text(program_seconds)} a program that XLA compiles"
+        )
 
     def read_seconds(self, nbytes: float, all_bytes: float) -> float:
         """Return the time of a read of which this host has `nbytes`, and all have `all_bytes`."""

@@ -7,15 +7,16 @@ import collections
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
-from orbax_safetensors_layout.runtime import batches, text_table
+from orbax_safetensors_layout.runtime import batches, seconds_text, size_text, text_table
 
 from .axes import TileLayout
 from .coalesce import RequestGroup, coalesced
-from .cost import Cost
+from .cost import Cost, HostRate
+from .exchange_rounds import Stage
 from .leaf_reads import ComposedArray, LeafRead
 from .planner import BUNDLES_IN_BUDGET, RegionPlanner
 from .regions import ByteRegion, TileKey
@@ -38,6 +39,9 @@ class ReadPlan:
     profile: StorageProfile  # the cost model that the requests were made with
     memory_budget_bytes: int  # bound on what is held beyond the arrays
     adopt: bool  # whether the arrays keep the buffers they are made of, as on the CPU backend
+    exchange: Cost = dataclasses.field(
+        default_factory=Cost
+    )  # what an exchange with other processes adds
     exchanged_bytes: int = 0  # bytes that the devices of the process get from those of others
 
     def groups(self) -> Iterator[RequestGroup]:
@@ -73,6 +77,7 @@ class ReadPlan:
             plans[0],
             leaves=tuple(leaves),
             batches=tuple(in_turn),
+            exchange=sum((plan.exchange for plan in plans), Cost()),
             exchanged_bytes=sum(plan.exchanged_bytes for plan in plans),
         )
 
@@ -109,7 +114,7 @@ class ReadPlan:
         most_held += max(composed.values(), default=0)
         most_held = max(self.memory_budget_bytes, most_held) + beyond
         held += sum(array.nbytes for array in composed)
-        return Cost(
+        own = Cost(
             tensors=len(touched),
             needed_bytes=needed,
             read_bytes=read,
@@ -117,7 +122,22 @@ class ReadPlan:
             files=len({batch.file for batch in self.batches}),
             peak_host_bytes=staging + min(held, most_held),
             exchanged_bytes=self.exchanged_bytes,
+            gathered_bytes=self.exchanged_bytes,
         )
+        return own + self.exchange
+
+    def _rate(self, bytes_per_second: float | None = None) -> HostRate:
+        kind = "" if any("://" in batch.file for batch in self.batches) else "local"
+        platform = "cpu" if self.adopt else ""
+        return HostRate.of(self.profile, kind, bytes_per_second, platform=platform)
+
+    def seconds(self, bytes_per_second: float | None = None) -> float:
+        """Estimate the time of the process's share, on a host of its own.
+
+        `bytes_per_second` is the rate of the host with all its streams; that of what all hosts
+        share does not count. `str` of the plan names the others.
+        """
+        return self._rate(bytes_per_second).seconds(self.cost())
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yields half-open ranges (file, start, stop); long ones are read in several requests."""
@@ -134,12 +154,32 @@ class ReadPlan:
         return [(leaf.name, n, r) for leaf, n, r in zip(self.leaves, needed, read, strict=True)]
 
     def __str__(self) -> str:
+        cost = self.cost()
         rows = [("tensor", "shape", "dtype", "needed", "read")]
         rows += [
             (name, str(list(leaf.shape)), leaf.stored.code, f"{n:,}", f"{r:,}")
             for leaf, (name, n, r) in zip(self.leaves, self.by_tensor(), strict=True)
         ]
-        return "\n".join([text_table(rows, 3), str(self.cost())])
+        return "\n".join([text_table(rows, 3), str(cost), self._time_text(cost)])
+
+    def _time_text(self, cost: Cost) -> str:
+        rate, profile = self._rate(), self.profile
+        text = (
+            f"about {seconds_text(rate.seconds(cost))}: {seconds_text(profile.latency_seconds)}"
+            f" a request, {profile.streams} at once, {size_text(rate.bytes_per_second)}/s a host"
+        )
+        return f"{text}; exchange {rate.exchange_text()}" if cost.exchanged_bytes else text
+
+
+def exchange_cost(stages: Iterable[Stage], process: int) -> Cost:
+    """Return what exchanges add to the cost of a process."""
+    forms = [step.form for stage in stages for step in stage if step.form.grid.slots(process)]
+    return Cost(
+        exchanged_bytes=sum(form.received_bytes(process) for form in forms),
+        gathered_bytes=sum(len(form.grid.slots(process)) * form.gathered_bytes for form in forms),
+        exchange_rounds=len(forms),
+        exchange_programs=len(set(map(id, forms))),
+    )
 
 
 def plan_reads(

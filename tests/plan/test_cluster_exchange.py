@@ -155,3 +155,43 @@ def test_columns_that_share_a_word_are_read_once(tmp_path):
         read += plan.cost().read_bytes
     tensors = osl.metadata(tmp_path / "q").items()
     assert read == sum(t.nbytes for name, t in tensors if not name.endswith("_shape"))
+
+
+def _estimated(file, *, hosts=4, rate=RATE, replicated="auto"):
+    options = osl.ReadOptions(
+        replicated=replicated,
+        latency_seconds={"local": LATENCY},
+        bandwidth_bytes_per_second={"local": rate},
+    )
+    return estimate(
+        file, MeshShape({"x": hosts}, hosts), parse_rules(["'.*' = replicated"]), options=options
+    )
+
+
+def test_the_time_counts_what_is_gathered_rounds_and_programs(tmp_path):
+    """A large tensor and small ones: a round each, of a program each."""
+    values = np.zeros((2048, 1024), np.float32)
+    small = {f"s{n}": np.zeros((64, 1024), np.float32) for n in range(5)}
+    safetensors.numpy.save_file({"t": values, **small}, tmp_path / "m.safetensors")
+    of_all = _estimated(tmp_path / "m.safetensors")
+    cost = of_all.costs[0]
+    assert (cost.exchange_rounds, cost.exchange_programs) == (2, 2)
+    needed = values.nbytes + sum(value.nbytes for value in small.values())
+    assert needed <= cost.gathered_bytes < 1.2 * needed
+    assert cost.exchanged_bytes == cost.gathered_bytes * 3 // 4
+    seconds, rate = of_all.seconds()[0], of_all.rate
+    reads = cost.requests * LATENCY / of_all.profile.streams + cost.read_bytes / RATE
+    gathers = cost.gathered_bytes / 3e9 + 2 * 0.002 + 2 * 0.2
+    assert rate.exchange == (3e9, 0.002, 0.2)
+    assert seconds == pytest.approx(reads + gathers)
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e7, 3e7, 1e8, 1e9])
+def test_the_choice_is_what_the_estimated_times_say(tmp_path, rate):
+    values = np.zeros((2048, 1024), np.float32)
+    safetensors.numpy.save_file({"t": values}, tmp_path / "m.safetensors")
+    auto, *fixed = (
+        max(_estimated(tmp_path / "m.safetensors", rate=rate, replicated=how).seconds())
+        for how in ("auto", "each", "read_once")
+    )
+    assert auto <= 1.03 * min(fixed)

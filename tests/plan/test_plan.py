@@ -63,6 +63,28 @@ def test_costs_add_up_over_processes(tmp_path):
     assert (total.tensors, total.files, total.over_read) == (8, 4, 1.0)
 
 
+def test_the_time_of_a_share_and_what_it_is_estimated_by(tmp_path):
+    values = np.zeros((2048, 1024), np.float32)
+    path = save(tmp_path, {"w": values})
+    options = osl.ReadOptions(
+        latency_seconds={"local": 0.1}, bandwidth_bytes_per_second={"local": 1e6}, concurrency=4
+    )
+    sharding = NamedSharding(AbstractMesh((4,), ("x",)), PartitionSpec())
+    leaf = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
+    texts = []
+    for tree in (None, {"w": leaf}):
+        plan = osl.plan_load(path, tree, options=options, process_index=1, process_count=4)
+        cost = plan.cost()
+        reads = cost.requests * 0.1 / 4
+        for rate, arguments in ((1e6, ()), (1e8, (1e8,))):
+            gathers = 3e9 if tree else math.inf
+            least = reads + cost.read_bytes / rate + cost.exchanged_bytes / gathers
+            assert least <= plan.seconds(*arguments) < least + 1
+        texts.append(str(plan).splitlines()[-1])
+    assert texts[0].endswith(": 100 ms a request, 4 at once, 1.00 MB/s a host")
+    assert "; exchange 3.00 GB/s gathered a host, 2 ms a round, 200 ms a program" in texts[1]
+
+
 def test_processes_must_divide_the_devices(tmp_path):
     path = save(tmp_path, {"w": np.zeros(8, np.float32)})
     sharding = NamedSharding(AbstractMesh((8,), ("x",)), PartitionSpec("x"))
