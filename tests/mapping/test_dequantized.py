@@ -148,11 +148,11 @@ def awq(group=16):
     return tensors, values.astype(F32).T, {"quant_method": "awq", "bits": 4}
 
 
-def gptq(bits, version, ordered, group=16):
-    codes = RNG.integers(0, 1 << bits, (COLUMNS, ROWS))
-    zero = RNG.integers(1, 1 << bits, (COLUMNS // group, ROWS))
-    scale = floats(COLUMNS // group, ROWS).astype(np.float16)
-    index = np.arange(COLUMNS, dtype=np.int32) // group
+def gptq(bits, version, ordered, group=16, columns=COLUMNS):
+    codes = RNG.integers(0, 1 << bits, (columns, ROWS))
+    zero = RNG.integers(1, 1 << bits, (-(-columns // group), ROWS))
+    scale = floats(-(-columns // group), ROWS).astype(np.float16)
+    index = np.arange(columns, dtype=np.int32) // group
     index = RNG.permutation(index) if ordered else index
     tensors = {
         "qweight": packed(codes, bits, 0),
@@ -522,6 +522,31 @@ def test_an_order_that_was_never_set_is_that_of_the_columns(tmp_path):
     named = {f"up.{name}": value for name, value in tensors.items()}
     box = Box((1, 20), (9, 50))
     assert_same_bits(evaluate(bound, named, box), values[box.slices])
+
+
+@pytest.mark.parametrize(
+    ("ordered", "stored"),
+    [(False, True), (False, False), (False, []), (False, [0] * 96), (True, True)],
+)
+def test_groups_of_gptq_are_those_of_its_index_or_of_the_configured_size(tmp_path, ordered, stored):
+    tensors, values, config = gptq(4, "gptq", ordered, group=64, columns=96)
+    if stored is not True:
+        tensors["g_idx"] = np.array(stored or [], np.int32)
+    if stored is False:
+        del tensors["g_idx"]
+    named = {f"up.{name}": value for name, value in tensors.items()}
+    # vLLM takes the order of the columns where `desc_act` is false, the torch kernels the index.
+    write(tmp_path, named, {**config, "desc_act": False, "group_size": 64})
+    bound = osl.dequantized(tmp_path, dtype="float32").bind(tmp_path).expressions["up.weight"]
+    for box in (Box((0, 0), values.shape), Box((1, 50), (9, 90)), Box((0, 0), (4, 1))):
+        assert_same_bits(evaluate(bound, named, box, factored=True), values[box.slices])
+    write(tmp_path, named, {**config, "group_size": 32})
+    if stored is True:
+        again = osl.dequantized(tmp_path, dtype="float32").bind(tmp_path).expressions["up.weight"]
+        assert_same_bits(evaluate(again, named), values)
+    else:
+        with pytest.raises(osl.MappingError, match="96 inputs are not 2 groups of the configured"):
+            osl.dequantized(tmp_path)
 
 
 @pytest.mark.parametrize("format", ["hf", "orbax"])

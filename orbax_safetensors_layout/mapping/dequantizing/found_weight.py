@@ -14,6 +14,7 @@ from ..expr.expression import Expr, tensor
 from ..quantizing.encoder import WeightLayout, joined_name
 
 _BLOCK = (128, 128)
+_MOST_BYTES = 1 << 20  # of a part that is read while the mapping is made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,8 +98,10 @@ class FoundWeight:
         entry = self.entry(part)
         if entry is None:
             raise self.error(f"there is no {self.name_of(part)!r}")
-        if entry.nbytes > 1 << 16:
-            raise self.error(f"{entry.name!r} has {entry.nbytes:,} bytes, not at most {1 << 16:,}")
+        if entry.nbytes > _MOST_BYTES:
+            raise self.error(
+                f"{entry.name!r} has {entry.nbytes:,} bytes, not at most {_MOST_BYTES:,}"
+            )
         return self.read(entry)
 
     def error(self, problem: str) -> MappingError:

@@ -19,7 +19,7 @@ from ..expr.opaque_ops import Compute
 from ..expr.quantized import CHUNK_ELEMENTS, E2M1, E8M0, blocks_of
 from ..expr.values import as_dtype
 
-_IN_ORDER = -1  # what indices are in a model whose order was never changed
+_IN_ORDER = (-1, 0)  # all indices of a model whose order was never set: as writers leave them
 _UINT8 = np.dtype(np.uint8)
 _WORDS = (_UINT8, np.dtype(np.int32), np.dtype(np.uint32))
 
@@ -106,7 +106,8 @@ class GroupScale:
 
     `roles` are those of the operands after the values: `scale` and `zero` have a value for each
     group; `factor` and `divisor` are one number, by which scales are multiplied or divided first;
-    `index` has the group of each index of `axis`; `table` has what values stand for.
+    `index` has the group of each index of `axis`, unless all are one of `_IN_ORDER`, which only the
+    whole of it tells; `table` has what values stand for.
     """
 
     block: tuple[int, ...]  # extents of a group, of all axes
@@ -160,7 +161,7 @@ class GroupScale:
 
     def needs(self, box: Box) -> tuple[Box, ...]:
         groups = self._groups(box)
-        index = Box((box.start[self.axis],), (box.stop[self.axis],))
+        index = Box((0,), (self.shape[self.axis],))
         table = Box((0,), (self.entries,))
         boxes = {"scale": groups, "zero": groups, "index": index, "table": table}
         number = Box((0,), (1,))
@@ -176,8 +177,8 @@ class GroupScale:
             np.arange(start, stop) // n - first
             for start, stop, n, first in zip(*box, self.block, self._groups(box).start, strict=True)
         ]
-        if "index" in given and not (given["index"] == _IN_ORDER).all():
-            where[self.axis] = given["index"]
+        if "index" in given and not any((given["index"] == n).all() for n in _IN_ORDER):
+            where[self.axis] = given["index"][box.start[self.axis] : box.stop[self.axis]]
             self._check_index(where[self.axis], scale.shape[self.axis])
         out = np.empty(box.shape, self.dtype)
         rows = max(1, CHUNK_ELEMENTS * len(out) // max(1, out.size))

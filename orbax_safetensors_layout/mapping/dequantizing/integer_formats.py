@@ -97,14 +97,14 @@ def _awq_or_gptq(weight: FoundWeight) -> Expr:
     bits = weight.settings.integer("bits", "w_bit")
     if columns != outputs:
         return _awq(weight, rows, groups, outputs, outputs // max(1, columns))
-    inputs = math.prod(weight.shape("/g_idx")) if weight.entry("/g_idx") else 0
+    has_order = weight.entry("/g_idx") is not None and weight.shape("/g_idx") != (0,)
+    inputs = math.prod(weight.shape("/g_idx")) if has_order else 0
     if inputs and rows * _WORD % inputs == 0:
         bits = rows * _WORD // inputs
     if bits not in (2, 3, 4, 8) or rows * _WORD % bits:
         raise weight.error(f"{rows} words of a column are not values of {bits} bits")
     inputs = rows * _WORD // bits
-    group = -(-inputs // groups)
-    ordered = weight.settings.values.get("desc_act", True) is not False
+    group = _inputs_of_a_group(weight, inputs, groups)
     is_first = weight.settings.values.get("checkpoint_format", "gptq") != "gptq_v2"
     return grouped(
         unpacked(weight.expr("/qweight"), bits, 0, inputs),
@@ -113,11 +113,24 @@ def _awq_or_gptq(weight: FoundWeight) -> Expr:
         {
             "scale": weight.expr("/scales"),
             "zero": unpacked(weight.expr("/qzeros"), bits, 1, outputs),
-            "index": weight.maybe("/g_idx") if ordered else None,
+            "index": weight.maybe("/g_idx") if has_order else None,
         },
         offset=int(is_first),  # zeros are stored less one
         axis=0,
     ).transpose()
+
+
+def _inputs_of_a_group(weight: FoundWeight, inputs: int, groups: int) -> int:
+    """Return the inputs that share scales where these are in order."""
+    given = weight.settings.integer("group_size") or inputs
+    if -(-inputs // given) != groups and not (
+        weight.entry("/g_idx") and {*weight.small("/g_idx")} - {0, 255}  # all 0 or all -1
+    ):
+        raise weight.error(
+            f"{inputs} inputs are not {groups} groups of the configured group_size, and no g_idx"
+            " says which"
+        )
+    return given
 
 
 def _awq(weight: FoundWeight, inputs: int, groups: int, outputs: int, per_word: int) -> Expr:
