@@ -44,10 +44,25 @@ def check(folder, tensors, config, expected):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_bitsandbytes(tmp_path, kind, nested, shape):
+    check_bitsandbytes(tmp_path, kind, nested, shape, "uint8")
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch
+@pytest.mark.parametrize("shape", [(64, 128), (8, 24)])
+@pytest.mark.parametrize("storage", ["int8", "float16", "bfloat16", "float32"])
+def test_bytes_of_bitsandbytes_in_another_dtype(tmp_path, storage, shape):
+    check_bitsandbytes(tmp_path, "nf4", False, shape, storage)
+
+
+def check_bitsandbytes(tmp_path, kind, nested, shape, storage):
     functional = pytest.importorskip("bitsandbytes.functional")
     torch.manual_seed(0)
     packed, state = functional.quantize_4bit(
-        torch.randn(shape), blocksize=64, compress_statistics=nested, quant_type=kind
+        torch.randn(shape),
+        blocksize=64,
+        compress_statistics=nested,
+        quant_type=kind,
+        quant_storage=getattr(torch, storage),
     )
     parts = {f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}

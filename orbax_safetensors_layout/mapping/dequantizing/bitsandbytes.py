@@ -12,6 +12,7 @@ from .grouped_values import grouped, unpacked
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _MOST_ENTRIES = 256
+_STORAGE = ("U8", "I8", "BF16", "F16", "F32")  # `bnb_4bit_quant_storage`: bytes in another guise
 
 
 def _decode(weight: FoundWeight) -> Expr:
@@ -28,12 +29,15 @@ def _decode(weight: FoundWeight) -> Expr:
             {"scale": weight.expr(".nested_absmax"), "table": weight.expr(".nested_quant_map")},
         ).add(state["nested_offset"])
     # The high half of a byte comes first, and values of all rows follow one another.
-    values = unpacked(weight.expr("").reshape(-1), 4, 0, count, (1, 0))
+    packed, entry = weight.expr(""), weight.entry("")
+    assert entry is not None
+    values = unpacked(packed.reshape(-1), 4, 0, count, (1, 0), of_bytes=True)
     extents: tuple[int, ...] = (block,)
-    if len(shape) > 1 and shape[-1] % block == 0:  # a shard of columns then reads its own alone
-        rows = math.prod(shape[:-1])
-        packed = weight.expr("").reshape(rows, shape[-1] // 2)
-        values = unpacked(packed, 4, 1, shape[-1], (1, 0))
+    columns, per_element = shape[-1] if len(shape) > 1 else 0, entry.dtype.bits // 4
+    if columns and columns % block == columns % per_element == 0:  # a shard of columns then reads
+        rows = math.prod(shape[:-1])  # its own alone
+        packed = packed.reshape(rows, columns // per_element)
+        values = unpacked(packed, 4, 1, columns, (1, 0), of_bytes=True)
         scale, extents = scale.reshape(rows, blocks // max(1, rows)), (1, block)
     table = weight.expr(".quant_map")
     decoded = grouped(values, extents, weight.dtype, {"scale": scale, "table": table})
@@ -63,7 +67,7 @@ SCHEMES = tuple(
     WeightScheme(
         f"bitsandbytes {part[-3:].upper()}",
         "",
-        ("U8",),
+        _STORAGE,
         (".absmax", ".quant_map", part),
         _decode,
         (".nested_absmax", ".nested_quant_map"),

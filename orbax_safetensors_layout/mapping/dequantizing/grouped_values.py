@@ -32,6 +32,7 @@ class Unpack:
     axis: int
     extent: int | None  # of the result's axis; None where words hold as many as fit
     order: tuple[int, ...]  # of the values in a word, that at the lowest bits 0; () as stored
+    of_bytes: bool = False  # words have any dtype, and the order is that of the values in a byte
     shape: tuple[int, ...] = ()  # the result's, known when bound
     word_bits: int = 32  # of the stored dtype, known when bound
 
@@ -41,7 +42,7 @@ class Unpack:
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         (packed,) = operands
-        if packed.dtype not in _WORDS or len(packed.shape) <= self.axis:
+        if not (packed.dtype in _WORDS or self.of_bytes) or len(packed.shape) <= self.axis:
             raise MappingError(f"packed values must be int32 or uint8, not {packed.dtype.name}")
         word_bits, words = packed.dtype.itemsize * 8, packed.shape[self.axis]
         extent = words * word_bits // self.bits if self.extent is None else self.extent
@@ -72,7 +73,8 @@ class Unpack:
 
     def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         words = np.ascontiguousarray(np.moveaxis(inputs[0], self.axis, -1))
-        word_bits = 8 if not self.order and 8 % self.bits == 0 else self.word_bits
+        is_bytes = self.of_bytes or (not self.order and 8 % self.bits == 0)
+        word_bits = 8 if is_bytes else self.word_bits
         words = words.view(np.uint8 if word_bits == 8 else np.uint32)
         unit = word_bits // math.gcd(word_bits, self.bits)
         per_unit = unit * self.bits // word_bits
@@ -94,10 +96,16 @@ class Unpack:
 
 
 def unpacked(
-    packed: Expr, bits: int, axis: int, extent: int | None, order: Sequence[int] = ()
+    packed: Expr,
+    bits: int,
+    axis: int,
+    extent: int | None,
+    order: Sequence[int] = (),
+    *,
+    of_bytes: bool = False,
 ) -> Expr:
     """Return uint8 values of an expression of words."""
-    return Compute((packed,), Unpack(bits, axis, extent, tuple(order)))
+    return Compute((packed,), Unpack(bits, axis, extent, tuple(order), of_bytes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
