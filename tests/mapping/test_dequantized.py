@@ -447,6 +447,64 @@ def test_layers_of_one_kind_are_one_rule(tmp_path):
     assert len(osl.dequantized(tmp_path).rules) == 3
 
 
+def method(name):
+    return {"quant_method": name}
+
+
+HALF = np.ones((4, 4), np.float16)
+OF_OTHERS = [  # formats of other packages, as their modules name the tensors
+    (
+        {"codes": np.ones((4, 2, 1), np.int16), "codebooks": HALF, "scales": HALF},
+        method("aqlm"),
+        r"with 'aqlm', .* 'up.codes' in I16",
+    ),
+    (
+        {"indices": np.ones((1, 4, 4), np.uint16), "centroids.weight": HALF},
+        method("vptq"),
+        "'up.indices' in U16",
+    ),
+    ({"weight": np.ones((4, 4), np.int16), "tables": HALF}, method("higgs"), "'up.weight' in I16"),
+    (
+        {"qweight": np.ones((4, 4), np.int16), "qzeros": HALF, "scales": HALF},
+        method("awq") | {"version": "gemv_fast"},
+        "'up.qweight' in I16",
+    ),
+    (
+        {"dense_weights": np.ones(9, np.int64), "row_offsets": np.ones(5, np.int32)},
+        method("spqr"),
+        "'up.row_offsets' in I32",
+    ),
+    # and without a configuration, by the scales beside them
+    ({"W_q": np.ones((4, 4), np.uint8), "scale": HALF, "zero": HALF}, {}, "'up.W_q' in U8"),
+    ({"weight._data": np.ones((4, 4), np.int8), "weight._scale": HALF}, {}, "'up.weight._data'"),
+    ({"weight": np.ones((4, 4), np.uint32), "scales": HALF}, {}, "'up.weight' in U32"),
+    ({"codes": np.ones((4, 4, 1), np.int16), "codebooks": HALF}, {}, "'up.codes' in I16"),
+]
+
+
+def test_buffers_of_integers_are_no_quantised_weights(tmp_path):
+    buffers = {
+        "attn.relative_position_index": np.ones((4, 4), np.int64),
+        "attn.logit_scale": floats(2, 1),
+        "vision.position_ids": np.ones((1, 4), np.int64),
+    }
+    plain = {
+        "attn.bias": np.ones((1, 4), np.uint8),
+        "table.weight": np.ones((2, 2), np.int32),
+        "table.ids": np.ones((2, 2), np.int16),
+        "mask.weight": np.ones((2, 2), np.bool_),
+    }
+    weight = {"up.weight": np.ones((4, 4), FP8), "up.weight_scale": floats(4, 1)}
+    for tensors, config in (
+        (buffers | plain, {}),
+        (buffers, method("bitnet")),  # quantised when it is loaded
+        (buffers | weight, method("fp8")),
+    ):
+        write(tmp_path, tensors, config)
+        loaded = osl.dequantized(tmp_path).leaf_facts(tmp_path)
+        assert set(loaded) == set(tensors) - {"up.weight_scale"}
+
+
 @pytest.mark.parametrize(
     ("tensors", "config", "problem"),
     [
@@ -460,6 +518,10 @@ def test_layers_of_one_kind_are_one_rule(tmp_path):
             {"up.weight_q": np.zeros((4, 4), np.int8), "up.weight_step": floats(4)},
             {"quant_method": "made_up"},
             r"'up.weight', quantised with 'made_up', .* 'up.weight_q' in I8",
+        ),
+        *(
+            ({f"up.{name}": value for name, value in tensors.items()}, config, problem)
+            for tensors, config, problem in OF_OTHERS
         ),
         (
             {"up.weight": np.zeros((4, 4), FP8), "up.weight_scale": floats(3)},

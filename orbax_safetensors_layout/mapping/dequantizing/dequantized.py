@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping as Dict
+from collections.abc import Callable, Iterable, Iterator, Mapping as Dict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ OF_ACTIVATIONS = re.compile(
     r".*[._]([qkv]_scale|(input|output)_(scale|zero_point|global_scale|amax)"
     r"|(k|v|q)_zero_point)"
 )
+# Beside quantised values: what they are multiplied by, counted from, or stand for.
+_OF_GROUPS = re.compile(r"(^|\.)(weight_|_)?(scales?|zeros?|zero_point|absmax|codebooks?|SCB)$")
 CONFIG = "config.json"
 _CONFIGS = (
     (CONFIG, ("quantization_config", "compression_config")),
@@ -202,33 +205,37 @@ def _candidates(name: str, entry: TensorEntry) -> Iterator[tuple[WeightScheme, s
                 yield scheme, name.removesuffix(part)
 
 
-def _check_plain(
-    name: str, entries: Dict[str, TensorEntry], settings: QuantizationSettings
-) -> None:
-    """Refuses a tensor that looks like quantised values of no known scheme."""
-    entry = entries[name]
-    last = name.rpartition(".")[2]
-    is_small = entry.dtype.bits <= 8 and entry.dtype.code != "BOOL"
-    is_weight = last in ("weight", "qweight", "weight_packed") or last.endswith(
-        ("_blocks", "_packed")
-    )
-    is_matrix = bool(settings.values) and len(entry.shape) > 1
-    is_words = entry.dtype.code == "I32" and (is_matrix or (is_weight and last != "weight"))
-    if is_words or (is_small and (is_weight or is_matrix)):
-        plain = name.removesuffix(last) + "weight"
-        weight = FoundWeight(plain, plain, entries, settings, "float32", lambda _: b"")
-        raise weight.error(f"no known scheme has {name!r} in {entry.dtype.code}")
+def _check_plain(names: Iterable[str], checkpoint: FoundWeights) -> None:
+    """Refuses tensors that look like quantised values of no known scheme."""
+    entries, weights, _, settings = checkpoint
+    packed = [name for name in names if _may_be_packed(entries[name])]
+    scaled = {name.rpartition(".")[0] for name in entries if packed and _OF_GROUPS.search(name)}
+    for name in packed:
+        entry, (module, _, last) = entries[name], name.rpartition(".")
+        is_weight = last in ("qweight", "weight_packed") or last.endswith(("_blocks", "_packed"))
+        is_weight |= last == "weight" and entry.dtype.bits <= 8
+        if settings.values:  # then vectors count, too, where nothing else is quantised
+            is_weight |= len(entry.shape) > 1 or (not weights and math.prod(entry.shape) > 1)
+        if is_weight or (len(entry.shape) > 1 and module in scaled):
+            plain = name.removesuffix(last) + "weight"
+            weight = FoundWeight(plain, plain, entries, settings, "float32", lambda _: b"")
+            raise weight.error(f"no known scheme has {name!r} in {entry.dtype.code}")
+
+
+def _may_be_packed(entry: TensorEntry) -> bool:
+    """Whether a dtype is one that quantised values are stored in; indices of buffers are I64."""
+    code = entry.dtype.code
+    return code not in ("BOOL", "I64") and (entry.dtype.bits <= 8 or code[0] in "IU")
 
 
 def _mapping(checkpoint: FoundWeights) -> Mapping:
-    entries, weights, unread, settings = checkpoint
+    entries, weights, unread, _ = checkpoint
     taken = {part for weight in weights.values() for part in weight.parts}
     plain = [name for name in entries if name not in taken]
     dropped = [name for name in plain if weights and OF_ACTIVATIONS.fullmatch(name)]
     left = set(dropped)
     kept = {name: tensor(_wildcards(name)) for name in plain if name not in left}
-    for name in kept:
-        _check_plain(name, entries, settings)
+    _check_plain(kept, checkpoint)
     exprs = kept | {name: weight.expr for name, weight in weights.items()}
     ignore = {_NUMBER.sub("*", _SPECIAL.sub(r"[\g<0>]", name)) for name in {*unread, *dropped}}
 
