@@ -99,6 +99,13 @@ def nvfp4(dialect):
     return tensors, values * repeated(combined, codes.shape), {}
 
 
+def nvfp4_with_input_scales():
+    """ModelOpt's `NVFP4_AWQ`: a scale multiplies each input of a layer."""
+    tensors, values, config = nvfp4("modelopt")
+    scale = floats(COLUMNS)
+    return tensors | {"pre_quant_scale": scale}, values * scale, config
+
+
 def mxfp4(dialect):
     codes = RNG.integers(0, 16, (ROWS, COLUMNS))
     scale = RNG.integers(120, 130, (ROWS, COLUMNS // 32)).astype(np.uint8)
@@ -207,6 +214,7 @@ CASES = {
     "int8 zero points": int8,
     "nvfp4 modelopt": lambda: nvfp4("modelopt"),
     "nvfp4 compressed-tensors": lambda: nvfp4("compressed-tensors"),
+    "nvfp4 modelopt awq": nvfp4_with_input_scales,
     "mxfp4 gpt-oss": lambda: mxfp4("gpt_oss"),
     "mxfp4 compressed-tensors": lambda: mxfp4("compressed-tensors"),
     **{f"pack-quantized {bits}": lambda bits=bits: integers(bits, 16) for bits in range(1, 9)},
@@ -474,12 +482,31 @@ OF_OTHERS = [  # formats of other packages, as their modules name the tensors
         method("spqr"),
         "'up.row_offsets' in I32",
     ),
+    ({"weight": HALF, "pre_quant_scale": HALF[0]}, method("modelopt"), "'up.pre_quant_scale'"),
+    (
+        {"weight": np.ones((4, 4), FP8), "weight_scale": HALF[:1, :1], "svdquant_lora_a": HALF},
+        method("modelopt"),
+        "'up.svdquant_lora_a'",
+    ),
     # and without a configuration, by the scales beside them
     ({"W_q": np.ones((4, 4), np.uint8), "scale": HALF, "zero": HALF}, {}, "'up.W_q' in U8"),
     ({"weight._data": np.ones((4, 4), np.int8), "weight._scale": HALF}, {}, "'up.weight._data'"),
     ({"weight": np.ones((4, 4), np.uint32), "scales": HALF}, {}, "'up.weight' in U32"),
     ({"codes": np.ones((4, 4, 1), np.int16), "codebooks": HALF}, {}, "'up.codes' in I16"),
 ]
+
+
+def test_rotations_that_weights_go_with_are_refused(tmp_path):
+    tensors, values, config = fp8(floats(ROWS, 1))
+    named = {f"up.{name}": value for name, value in tensors.items()}
+    for transforms in (None, {}, {"config_groups": {}}):
+        write(tmp_path, named, config | {"transform_config": transforms})
+        bound = osl.dequantized(tmp_path, dtype="float32").bind(tmp_path).expressions["up.weight"]
+        assert_same_bits(evaluate(bound, named), values)
+    rotation = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}
+    write(tmp_path, named, config | {"transform_config": {"config_groups": {"u": rotation}}})
+    with pytest.raises(osl.MappingError, match=r"rotations .* transform_config .*hadamard"):
+        osl.dequantized(tmp_path)
 
 
 def test_buffers_of_integers_are_no_quantised_weights(tmp_path):

@@ -43,6 +43,18 @@ def assert_same_bits(tmp_path, tensors, dtype="bfloat16"):
         assert again[name].tobytes() == tensor.tobytes(), name
 
 
+def test_weights_with_scales_of_inputs_are_not_written(tmp_path):
+    parts = {
+        "weight": np.ones((4, 16), np.uint8),
+        "weight_scale": np.ones((4, 2), F8),
+        "weight_scale_2": np.ones(1, np.float32),
+        "pre_quant_scale": np.ones(32, np.float32),
+    }
+    osl.save(tmp_path, {f"{UP}.{name}": part for name, part in parts.items()})
+    with pytest.raises(osl.MappingError, match="NVFP4 of ModelOpt with scales of inputs can be"):
+        osl.Quantization.like(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt"])
 def test_nvfp4_of_any_factor(tmp_path, kind, dtype):

@@ -30,7 +30,8 @@ from ..names import NameTree
 from ..quantizing.encoder import joined_name
 from ..rules import Mapping
 from . import bitsandbytes, float_formats, integer_formats
-from .found_weight import FoundWeight, QuantizationSettings, WeightScheme
+from .found_weight import INPUT_SCALE, FoundWeight, QuantizationSettings, WeightScheme
+from .grouped_values import grouped
 
 _SCHEMES = (*bitsandbytes.SCHEMES, *float_formats.SCHEMES, *integer_formats.SCHEMES)
 # Scales of activations and of caches: what is computed with weights, not weights.
@@ -40,6 +41,7 @@ OF_ACTIVATIONS = re.compile(
 )
 # Beside quantised values: what they are multiplied by, counted from, or stand for.
 _OF_GROUPS = re.compile(r"(^|\.)(weight_|_)?(scales?|zeros?|zero_point|absmax|codebooks?|SCB)$")
+_OF_INPUTS = re.compile(r"(pre_quant_scale|svdquant_lora_[ab])$")  # which weights go with
 CONFIG = "config.json"
 _CONFIGS = (
     (CONFIG, ("quantization_config", "compression_config")),
@@ -108,6 +110,15 @@ def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
     """Find the quantised weights of a checkpoint."""
     entries = catalog.all_entries()
     settings = QuantizationSettings(_settings(catalog))
+    transforms = settings.values.get("transform_config")
+    if transforms and transforms != {"config_groups": {}}:
+        raise MappingError(
+            "weights that go with rotations of what they are multiplied by cannot be decoded",
+            file=folder_of(catalog.path),
+            found=f"transform_config {str(transforms)[:200]} of {settings.method!r}",
+            expected="none",
+            hint="Write a rule for each weight that is rotated, with osl.opaque.",
+        )
     reads: list[TensorEntry] = []
 
     @functools.cache
@@ -123,7 +134,8 @@ def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
     unread: set[str] = set()
     for name, entry in entries.items():
         for scheme, plain in _candidates(name, entry):
-            parts = [entries.get(joined_name(plain, part)) for part in scheme.parts]
+            beside = (*scheme.parts, INPUT_SCALE)
+            parts = [entries.get(joined_name(plain, part)) for part in beside]
             if not scheme.fits(parts):
                 continue
             named = _wildcards(plain)
@@ -136,7 +148,7 @@ def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
             expr = similar.get(likeness)
             if expr is None:
                 reads.clear()
-                expr = scheme.decode(weight)
+                expr = _decode(scheme, weight)
                 if not reads:
                     similar[likeness] = expr
                 used = set(expr.patterns())
@@ -144,6 +156,17 @@ def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
             weights[plain] = DecodedWeight(scheme, weight, expr, stored)
             break
     return FoundWeights(entries, weights, unread, settings)
+
+
+def _decode(scheme: WeightScheme, weight: FoundWeight) -> Expr:
+    """Return a weight's values, by which inputs are multiplied that nothing else multiplies."""
+    if weight.entry(INPUT_SCALE) is None:
+        return scheme.decode(weight)
+    if scheme.values or len(weight.shape("")) != 2:
+        raise weight.error(f"{scheme.name} with {weight.name_of(INPUT_SCALE)!r} is not known")
+    values = scheme.decode(dataclasses.replace(weight, dtype="float32"))
+    scale = weight.expr(INPUT_SCALE).reshape(1, -1)
+    return grouped(values, (weight.shape("")[0], 1), weight.dtype, {"scale": scale})
 
 
 def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
@@ -220,6 +243,11 @@ def _check_plain(names: Iterable[str], checkpoint: FoundWeights) -> None:
             plain = name.removesuffix(last) + "weight"
             weight = FoundWeight(plain, plain, entries, settings, "float32", lambda _: b"")
             raise weight.error(f"no known scheme has {name!r} in {entry.dtype.code}")
+    for name in filter(_OF_INPUTS.search, names):
+        weight = FoundWeight(
+            name.rpartition(".")[0] + ".weight", "", entries, settings, "", lambda _: b""
+        )
+        raise weight.error(f"no known scheme has {name!r}")
 
 
 def _may_be_packed(entry: TensorEntry) -> bool:
@@ -243,7 +271,7 @@ def _mapping(checkpoint: FoundWeights) -> Mapping:
         if name not in weights:
             return tensor(name)
         scheme, weight = weights[name].scheme, weights[name].weight
-        return scheme.decode(dataclasses.replace(weight, named=weight.plain))
+        return _decode(scheme, dataclasses.replace(weight, named=weight.plain))
 
     return Mapping(list(_rules(exprs, literal)), ignore=sorted(ignore))
 

@@ -13,6 +13,7 @@ from orbax_safetensors_layout.format import TensorEntry
 from ..expr.expression import Expr, tensor
 from ..quantizing.encoder import WeightLayout, joined_name
 
+INPUT_SCALE = "/pre_quant_scale"  # ModelOpt's: inputs are multiplied by it before the weight
 _BLOCK = (128, 128)
 _MOST_BYTES = 1 << 20  # of a part that is read while the mapping is made
 

@@ -29,6 +29,7 @@ from ..dequantizing.dequantized import (
     plain_configurations,
     with_settings,
 )
+from ..dequantizing.found_weight import INPUT_SCALE
 from .encoder import WeightLayout, add_parts, joined_name
 
 _KEPT = 4  # tensors that were read last: a weight's rows are quantised one after the other
@@ -164,8 +165,9 @@ class FolderQuantization:
     ) -> _Weight:
         scheme, parts, _, stored = weight
         parts = dataclasses.replace(parts, is_written=True)
-        if scheme.layout is None:
-            raise parts.error(f"{scheme.name} can be loaded, not saved")
+        if scheme.layout is None or parts.entry(INPUT_SCALE) is not None:
+            beside = " with scales of inputs" * (scheme.layout is not None)
+            raise parts.error(f"{scheme.name}{beside} can be loaded, not saved")
         layout = scheme.layout(parts)
         scale, factor = parts.entry(layout.scales), parts.entry(layout.factor)
         assert scale is not None
