@@ -136,6 +136,43 @@ def test_transformers_opens_it_with_equal_values(tmp_path, kind):
     assert jax.tree.leaves(ours)
 
 
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        ((100, 256), None),
+        ((384, 72), None),
+        ((192, 128), "other"),
+        ((256, 200), "other"),
+        ((576, 256), "refused"),  # of DeepSeek-V3's kv_a_proj_with_mqa, which others read
+        ((576, 192), "refused"),
+    ],
+)
+def test_blocks_of_deepseek_are_those_that_transformers_takes(tmp_path, shape, problem):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    weight = torch.randn(shape)
+    if problem == "other":
+        with pytest.raises(osl.MappingError, match=r"would open .*up_proj.*other values") as caught:
+            saved(tmp_path, "deepseek_fp8", weight)
+        assert "Quantization('fp8_block')" in str(caught.value)
+        return
+    saved(tmp_path, "deepseek_fp8", weight)
+    ours = np.asarray(
+        osl.load(tmp_path, mapping=osl.dequantized(tmp_path, dtype="float32"))[f"{UP}.weight"]
+    )
+    np.testing.assert_allclose(ours, weight.numpy(), atol=0.2)
+    from safetensors.torch import load_file
+
+    stored = load_file(tmp_path / "model.safetensors")
+    parts = [stored[f"{UP}.{name}"] for name in ("weight", "weight_scale_inv")]
+    if problem == "refused":
+        with pytest.raises(ValueError, match="not divisible by scale grid"):
+            Fp8Dequantize(None)._dequantize_one(*parts)
+    else:
+        theirs = Fp8Dequantize(None)._dequantize_one(*parts, torch.float32)
+        np.testing.assert_array_equal(ours, theirs.numpy())
+
+
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_an_output_layer_that_shares_the_embeddings_weight(tmp_path, kind):
     """It has no tensor in the files, and is no quantised module all the same."""

@@ -177,6 +177,8 @@ class Quantization:
             if name not in chosen:
                 result[name] = weight
                 continue
+            if self.format == "deepseek_fp8":
+                _check_blocks(name, weight.shape[-2:])
             scale_dtype = weight.dtype if dtype is None else dtype
             add_parts(result, name, self._layout(scale_dtype).tensors(name, weight), weights)
         return result
@@ -283,3 +285,22 @@ class Quantization:
                 hint="Say which: Quantization(..., modules=['*.attention.*']).",
             )
         return chosen
+
+
+def _check_blocks(name: str, shape: tuple[int, ...]) -> None:
+    """Refuses a weight of which `transformers` would take other blocks.
+
+    `Fp8Dequantize` divides the rows by those of the scales, and refuses what that does not divide.
+    """
+    blocks = [-(-n // size) for n, size in zip(shape, _BLOCK, strict=True)]
+    is_even = not any(n % max(1, count) for n, count in zip(shape, blocks, strict=True))
+    if is_even and any(
+        count > 1 and n % size for n, count, size in zip(shape, blocks, _BLOCK, strict=True)
+    ):
+        raise MappingError(
+            f"transformers would open {name!r} in 'deepseek_fp8' with other values",
+            expected=f"rows and columns of whole blocks of {_BLOCK[0]}, or of one block",
+            found=f"shape {list(shape)}",
+            hint="Choose another: Quantization('fp8_block'); or leave it out: Quantization(...,"
+            f" ignore=[{name.removesuffix(_WEIGHT)!r}]).",
+        )
