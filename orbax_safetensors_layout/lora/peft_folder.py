@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -14,7 +15,14 @@ import numpy as np
 from orbax_safetensors_layout.catalog import compile_pattern
 from orbax_safetensors_layout.errors import FormatError, MappingError, listed
 from orbax_safetensors_layout.format import TensorEntry, short_repr
-from orbax_safetensors_layout.mapping import BoundExpr, Decoded, LowRank, NameTree, Replacement
+from orbax_safetensors_layout.mapping import (
+    BoundExpr,
+    Decoded,
+    LowRank,
+    NameTree,
+    Replacement,
+    TensorSpecs,
+)
 from orbax_safetensors_layout.options import ReadOptions, is_floating
 from orbax_safetensors_layout.storage import join
 
@@ -33,6 +41,8 @@ _PART = re.compile(
 _WRAPPED = re.compile(r"\.base_layer(?=\.|$)|\.modules_to_save(\.[^.]+(?=\.))?")
 _OTHER_METHOD = re.compile(r"\.(lora_\w+|trainable_tokens\w*|token_adapter)(\.|$)")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # values of `init_lora_weights`
+_CONV1D = "Conv1D"  # of transformers, whose weights are [in, out], and which has a bias
+_CONV1D_NAMES = ("c_attn", "c_fc", "c_proj", "q_attn")  # of all its layers; others have them, too
 _EXPERT = re.compile(
     r"(?P<fused>.+\.experts)\.(?P<expert>\d+|\{\w+\})\.(?P<part>gate|up|down)_proj\.weight"
 )
@@ -74,6 +84,7 @@ class PeftFolder:
         self._sort(rename or (lambda name: name))
         self._check_patterns(transposed or ())
         self._tree = NameTree(self.names)
+        self._seen: tuple[TensorSpecs, dict[str, set[bool]]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Equal adapters are equal mappings, in every process."""
@@ -97,7 +108,9 @@ class PeftFolder:
         fused = [name for name, *_ in _fused(pattern)]
         return {name for p in (pattern, *fused) for name, _ in self._tree.match(p)}
 
-    def changed(self, name: str, operand: BoundExpr | None, *, decoded: bool) -> BoundExpr:
+    def changed(
+        self, name: str, operand: BoundExpr | None, specs: TensorSpecs, *, decoded: bool
+    ) -> BoundExpr:
         """Return a tensor of the base with its change; None where the base does not have it."""
         if name in self._replaced:
             operand = self._replacement(self._replaced[name], operand)
@@ -114,7 +127,8 @@ class PeftFolder:
                 hint="Merge it into a mapping that decodes the base's quantised weights.",
             )
         try:
-            kernel = self._low_rank(module, operand, expert, half, decoded=decoded)
+            square = None if decoded else functools.partial(self._is_transposed, name, specs)
+            kernel = self._low_rank(module, operand, expert, half, square)
         except ValueError as error:
             raise MappingError(
                 f"the adapter's tensors do not fit {name!r}: {error}",
@@ -134,7 +148,12 @@ class PeftFolder:
         return Decoded(entry.shape, dtype, operands, Replacement(self, entry.name, dtype, ranks))
 
     def _low_rank(
-        self, module: _Module, weight: BoundExpr, expert: int | None, half: int, *, decoded: bool
+        self,
+        module: _Module,
+        weight: BoundExpr,
+        expert: int | None,
+        half: int,
+        is_transposed: Callable[[_Module, bool], bool] | None,
     ) -> LowRank:
         rank, scale = self._figures(module.name)
         parts, shape, dtype = module.parts, weight.shape, weight.dtype
@@ -166,28 +185,60 @@ class PeftFolder:
         transposed = across
         if "embedding" in parts:
             _check(across, "an embedding is [tokens, hidden]")
-        elif straight and across and not decoded:
-            transposed = self._is_transposed(module, bool(experts))
-        elif straight:
-            transposed = False
+        elif straight and across:
+            transposed = is_transposed is not None and is_transposed(module, bool(experts))
         magnitude = parts.get("magnitude")
         return LowRank(
             self, a.name, b.name, scale, dtype, shape, transposed,
             magnitude=None if magnitude is None else magnitude.name, experts=experts,
         )  # fmt: skip
 
-    def _is_transposed(self, module: _Module, is_fused: bool) -> bool:
+    def _is_transposed(
+        self, name: str, specs: TensorSpecs, module: _Module, is_fused: bool
+    ) -> bool:
         """Whether a square weight is [in, out], which its shape cannot show."""
-        if any(pattern.fullmatch(module.name) for pattern in self._transposed):
-            return True
-        if is_fused and not self._is_transposed_given:
+        if self._is_transposed_given:
+            return any(pattern.fullmatch(module.name) for pattern in self._transposed)
+        if is_fused:
             raise MappingError(
                 f"each expert of {module.name!r} is square: its shape does not show which axis"
                 " is the inputs",
                 hint="Say which weights are [expert, in, out], as GPT-OSS's:"
                 " merge(..., transposed=['*.experts.*']); or transposed=() if none are.",
             )
-        return bool(self.config.get("fan_in_fan_out")) and not is_fused
+        flag, kind = bool(self.config.get("fan_in_fan_out")), _kind(module.name)
+        layouts = self._layouts(specs)
+        if len(own := layouts.get(kind, set())) == 1:
+            return own == {True}
+        # PEFT writes the flag of that module which it wrapped last: a head, or a Conv1D.
+        if flag:
+            doubtful = kind != _CONV1D and _CONV1D in map(_kind, self._modules)
+        else:
+            doubtful = kind == _CONV1D and f"{name.removesuffix('weight')}bias" in specs.names
+        if doubtful or any(layout != {flag} for layout in layouts.values()):
+            raise MappingError(
+                f"{module.name!r} is square: its shape does not show which axis is the inputs,"
+                " and fan_in_fan_out does not hold for all modules of the adapter",
+                file=join(self.path, CONFIG_FILE),
+                found=f"fan_in_fan_out {flag}",
+                hint="Say which square weights are [in, out], as those of Conv1D are:"
+                " merge(..., transposed=['*.c_proj']); or transposed=() if none are.",
+            )
+        return flag
+
+    def _layouts(self, specs: TensorSpecs) -> dict[str, set[bool]]:
+        """Return whether weights are [in, out], by kind, of those whose shapes show it."""
+        if self._seen is None or self._seen[0] is not specs:
+            layouts: dict[str, set[bool]] = {}
+            for name, module in self._modules.items():
+                a, b = module.parts.get("a"), module.parts.get("b")
+                if a and b and name in specs and "embedding" not in module.parts:
+                    shape, straight = specs[name].shape, (b.shape[0], *a.shape[1:])
+                    across = *a.shape[1:], b.shape[0]
+                    if straight != across and shape in (straight, across):
+                        layouts.setdefault(_kind(module.name), set()).add(shape == across)
+            self._seen = specs, layouts
+        return self._seen[1]
 
     def _check_patterns(self, transposed: Sequence[str]) -> None:
         names = [module.name for module in self._modules.values()]
@@ -292,6 +343,12 @@ def _fused(name: str) -> Iterator[tuple[str, str, int]]:
         fused = "down_proj" if part == "down" else "gate_up_proj"
         half = {"gate": 0, "up": 1, "down": -1}[part]
         yield f"{match['fused']}.{fused}", match["expert"], half
+
+
+def _kind(module: str) -> str:
+    """Return the last part of a module's name, or one name for all that Conv1D layers have."""
+    last = module.removesuffix(".weight").rpartition(".")[2]
+    return _CONV1D if last in _CONV1D_NAMES else last
 
 
 def _key(patterns: dict[str, Any], name: str) -> str:

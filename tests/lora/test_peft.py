@@ -128,6 +128,59 @@ def test_weights_that_have_inputs_first(tmp_path, shape):
     assert_same_bits(loaded[f"{Q}.weight"], expected)
 
 
+@pytest.mark.parametrize(
+    ("flag", "square", "others"),
+    [
+        (False, "attn.c_proj", {"lm_head": (12, 8)}),  # GPT-2, or GPTBigCode
+        (True, "encoder.query", {"attn.c_attn": (8, 24)}),  # a Linear beside Conv1D layers
+        (False, "q_proj", {"k_proj": (8, 12)}),
+        (True, "q_proj", {"k_proj": (12, 8)}),
+    ],
+)
+def test_square_weights_whose_layout_the_configuration_does_not_tell(
+    tmp_path, flag, square, others
+):
+    weights = {f"{square}.weight": random(8, 8), f"{square}.bias": random(8)}
+    lora = low_rank(square, 8, 8)
+    for name, shape in others.items():
+        weights[f"{name}.weight"] = random(*shape)
+        lora |= low_rank(name, max(shape), min(shape))
+    base = base_of(tmp_path / "base", weights)
+    path = adapter(tmp_path / "lora", lora, fan_in_fan_out=flag)
+    with pytest.raises(osl.MappingError, match="fan_in_fan_out does not hold"):
+        osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+    for patterns in ((), [f"*{square}"]):
+        mapping = osl.peft.merge(None, path, base=base, transposed=patterns)
+        delta = change(lora, square, 1.5)
+        expected = plus(weights[f"{square}.weight"], delta.T if patterns else delta)
+        assert_same_bits(osl.load(base, mapping=mapping)[f"{square}.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("flag", "names", "shape"),
+    [
+        (False, ("attn.c_proj", "mlp.c_proj"), (16, 8)),  # those of one kind tell
+        (True, ("attn.c_proj", "mlp.c_proj"), (8, 16)),
+        (False, ("q_proj", "k_proj"), (4, 8)),
+        (False, ("c_proj", "w1"), (16, 8)),  # without a bias, a Linear
+    ],
+)
+def test_square_weights_whose_layout_others_tell(tmp_path, flag, names, shape):
+    square, other = names
+    outputs, inputs = (8, 16) if other == "mlp.c_proj" else shape
+    weights = {f"{square}.weight": random(8, 8), f"{other}.weight": random(*shape)}
+    if square == "attn.c_proj":
+        weights[f"{square}.bias"] = random(8)
+    lora = low_rank(square, 8, 8) | low_rank(other, outputs, inputs)
+    base = base_of(tmp_path / "base", weights)
+    path = adapter(tmp_path / "lora", lora, fan_in_fan_out=flag)
+    loaded = osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+    delta = change(lora, square, 1.5)
+    is_transposed = other == "mlp.c_proj" and shape == (16, 8)
+    expected = plus(weights[f"{square}.weight"], delta.T if is_transposed else delta)
+    assert_same_bits(loaded[f"{square}.weight"], expected)
+
+
 def test_embeddings_biases_and_modules_to_save(tmp_path):
     weights = {
         "model.embed.weight": random(10, 6),

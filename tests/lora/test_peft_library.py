@@ -46,6 +46,11 @@ CASES = {
         "GPT2Config", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40},
         {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
     ),
+    "inputs first, and a head whose flag PEFT writes": (
+        "GPT2Config",
+        {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "tie_word_embeddings": False},
+        {"target_modules": ["c_proj", "lm_head"], "use_dora": True},
+    ),
     "fused experts": (
         "GptOssConfig",
         {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},

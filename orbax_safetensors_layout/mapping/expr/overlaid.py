@@ -33,10 +33,13 @@ class Overlay(Protocol):
     def replaces(self, name: str) -> bool:
         """Whether a tensor is replaced, so that the checkpoint need not have it."""
 
-    def changed(self, name: str, operand: BoundExpr | None, *, decoded: bool) -> BoundExpr:
+    def changed(
+        self, name: str, operand: BoundExpr | None, specs: TensorSpecs, *, decoded: bool
+    ) -> BoundExpr:
         """Return a tensor with its change: `operand` where there is none.
 
-        `decoded` tells that it was quantised, None that the checkpoint does not have it.
+        `decoded` tells that it was quantised, None that the checkpoint does not have it; `specs`
+        are those of the tensors that the mapping takes, and the names of all.
         """
 
 
@@ -64,12 +67,12 @@ class Overlaid(Expr):
     def bind_to(self, captures: Captures, specs: TensorSpecs) -> BoundExpr:
         name = substitute(self.name, captures)
         if self.overlay.replaces(name) and name not in specs:
-            return self.overlay.changed(name, None, decoded=False)
+            return self.overlay.changed(name, None, specs, decoded=False)
         operand = self.operand.bind_to(captures, specs)
         inner = self.operand
         while isinstance(inner, Overlaid):
             inner = inner.operand
-        return self.overlay.changed(name, operand, decoded=isinstance(inner, Compute))
+        return self.overlay.changed(name, operand, specs, decoded=isinstance(inner, Compute))
 
     def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         raise MappingError(
