@@ -40,7 +40,7 @@ _PART = re.compile(
 )
 _WRAPPED = re.compile(r"\.base_layer(?=\.|$)|\.modules_to_save(\.[^.]+(?=\.))?")
 _OTHER_METHOD = re.compile(r"\.(lora_\w+|trainable_tokens\w*|token_adapter)(\.|$)")
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # values of `init_lora_weights`
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`
 _CONV1D = "Conv1D"  # of transformers, whose weights are [in, out], and which has a bias
 _CONV1D_NAMES = ("c_attn", "c_fc", "c_proj", "q_attn")  # of all its layers; others have them, too
 _EXPERT = re.compile(

@@ -368,6 +368,7 @@ def test_merged_mappings_are_equal_in_every_process(tmp_path):
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "lora_ga"}, "'lora_ga', which changes the base's weights"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"r": 3}, "the rank is not 3"),
         ({"r": None}, "no rank and alpha"),
