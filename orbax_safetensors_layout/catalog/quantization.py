@@ -33,7 +33,7 @@ _SCHEMES = (
         "NVFP4",
         "weight",
         ("U8",),
-        ("weight_scale_2", "weight_scale", "input_scale", "k_scale", "v_scale"),
+        ("weight_scale_2", "weight_scale", "input_scale", "k_scale", "v_scale", "pre_quant_scale"),
         4,
     ),
     _Scheme(

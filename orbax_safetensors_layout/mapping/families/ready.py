@@ -263,9 +263,9 @@ def _similar_families(model_type: str) -> list[str]:
     """Return the three families with the most similar names, however far they are."""
     match = difflib.SequenceMatcher(b=model_type[:80].lower(), autojunk=False)
 
-    def likeness(name: str) -> float:
+    def likeness(name: str) -> tuple[float, str]:
         match.set_seq1(name)
-        return match.ratio()
+        return match.ratio(), name  # of equal ones the latest
 
     names = sorted(_FAMILY_OF, key=likeness, reverse=True)
     return list(dict.fromkeys(_FAMILY_OF[name] for name in names))[:3]
