@@ -43,6 +43,32 @@ def assert_same_bits(tmp_path, tensors, dtype="bfloat16"):
         assert again[name].tobytes() == tensor.tobytes(), name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_tall", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "blocks", "rows", "nvfp4", "int4", "rows of int4"])
+def test_groups_with_a_scale_of_zero(tmp_path, monkeypatch, kind, is_tall, dtype):
+    """Their values are zero whatever their elements are, which stay, too."""
+    monkeypatch.setattr(encoder, "_MOST_IN_ROWS", 0 if is_tall else 1 << 22)
+    monkeypatch.setattr(encoder, "CHUNK_ELEMENTS", 64)
+    rng = np.random.default_rng(3)
+    elements = rng.integers(0, 127, (256, 256)).astype(np.uint8)
+    shapes = {"tensor": (1,), "blocks": (2, 2), "rows": (256, 1), "int4": (256, 8)}
+    scales = rng.uniform(0.01, 1, shapes.get(kind, (256, 32))).astype(np.float32)
+    scales.reshape(-1)[0 if kind in ("tensor", "blocks") else slice(3, 9)] = 0
+    if kind == "nvfp4":
+        parts = {"": elements, "_scale": scales.astype(F8), "_scale_2": np.ones(1, np.float32)}
+    elif kind == "int4":
+        parts = {"_packed": elements.view(np.int32), "_scale": scales}
+        parts["_shape"] = np.array([256, 512])
+    elif kind == "rows of int4":
+        parts = {"_packed": elements[:, :20].copy().view(np.int32), "_scale": scales[:, :1].copy()}
+        parts["_packed"][:, -1] &= 0xFFFFFFF  # seven of the last eight values
+        parts["_shape"] = np.array([256, 39])
+    else:
+        parts = {"": elements.view(F8), "_scale": scales}
+    assert_same_bits(tmp_path, {f"{UP}.weight{name}": part for name, part in parts.items()}, dtype)
+
+
 def test_weights_with_scales_of_inputs_are_not_written(tmp_path):
     parts = {
         "weight": np.ones((4, 16), np.uint8),

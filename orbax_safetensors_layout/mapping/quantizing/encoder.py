@@ -28,13 +28,16 @@ Part = Literal["values", "scales", "factor"]
 
 
 class StoredScales(Protocol):
-    """The scales of a weight that was quantised before."""
+    """The scales of a weight that was quantised before, and its elements."""
 
     def scales(self) -> np.ndarray:
         """Return one for each group, of two axes."""
 
     def factor(self) -> np.float32:
         """Return the factor that these were stored with."""
+
+    def elements(self, rows: range, of: int) -> np.ndarray:
+        """Return some of all rows, as they are stored."""
 
 
 class SeenValues:
@@ -171,8 +174,30 @@ class WeightEncoder:
             codes = codes.reshape(-1, codes.shape[2] * across)
             first = left * across
             stored = form.stored(codes[: len(weight) - top, : weight.shape[1] - first])
+            if before is not None and same is not None:
+                here = range(row + top, row + top + len(stored))
+                first_stored = column // form.per_element + first // form.per_element
+                is_lost = same & (form.units(scales, factor) == 0)
+                self._keep_elements(stored, is_lost, before, here, first_stored)
             result[_placed(stored, top, first // form.per_element)] = stored
         return result[box.within(part).slices]
+
+    def _keep_elements(
+        self,
+        stored: np.ndarray,
+        is_lost: np.ndarray,
+        before: StoredScales,
+        rows: range,
+        column: int,
+    ) -> None:
+        """Gives groups the elements that they have, where no value tells them: scales are zero."""
+        if is_lost.any():
+            down, across = self.format.block
+            high = len(stored) if self.is_tall else down
+            wide = -(-across // self.format.per_element)
+            where = is_lost.repeat(high, 0)[: len(stored)].repeat(wide, 1)[:, : stored.shape[1]]
+            kept = before.elements(rows, self.shape[0])[:, column : column + stored.shape[1]]
+            np.copyto(stored, kept, where=where)
 
     @property
     def _groups(self) -> tuple[int, ...]:

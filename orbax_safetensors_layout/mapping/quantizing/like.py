@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -62,10 +63,11 @@ class FolderTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FolderScales:
-    """The scales of a weight in a folder."""
+    """The scales of a weight in a folder, and its elements."""
 
     of_groups: FolderTensor
     of_weight: FolderTensor | None
+    values: FolderTensor  # perhaps large: some rows are read at a time
 
     def scales(self) -> np.ndarray:
         return self.of_groups.read()
@@ -73,6 +75,16 @@ class FolderScales:
     def factor(self) -> np.float32:
         assert self.of_weight is not None
         return np.float32(self.of_weight.read().reshape(-1)[0])
+
+    def elements(self, rows: range, of: int) -> np.ndarray:
+        entry, dtype = self.values.entry, self.values.entry.dtype
+        columns = math.prod(entry.shape) // of
+        nbytes = columns * dtype.numpy.itemsize
+        start = entry.start + rows.start * nbytes
+        part = entry._replace(
+            shape=(len(rows), columns), start=start, stop=start + len(rows) * nbytes
+        )
+        return self.values.read_entry(part)
 
 
 class _Weight(NamedTuple):
@@ -170,9 +182,13 @@ class FolderQuantization:
             raise parts.error(f"{scheme.name}{beside} can be loaded, not saved")
         layout = scheme.layout(parts)
         scale, factor = parts.entry(layout.scales), parts.entry(layout.factor)
+        values = parts.entry(layout.values)
         assert scale is not None
+        assert values is not None
         of_weight = FolderTensor(factor, self._read) if layout.factor and factor else None
-        before = FolderScales(FolderTensor(scale, self._read), of_weight)
+        before = FolderScales(
+            FolderTensor(scale, self._read), of_weight, FolderTensor(values, self._read_from)
+        )
         written = (layout.values, layout.scales, *filter(None, (layout.factor, layout.shape)))
         names = tuple(joined_name(name, part) for part in written)
         return _Weight(layout, names, {part: entries[part].shape for part in stored}, before)
