@@ -20,6 +20,7 @@ from orbax_safetensors_layout.analysis import inspect
 from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import affine_pieces
+from orbax_safetensors_layout.mapping.dequantizing.found_weight import first_target
 
 F32 = np.dtype(np.float32)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -443,6 +444,71 @@ def test_recipes_may_be_mixed(tmp_path):
         assert_same_bits(evaluate(bound.expressions[name], tensors), expected)
     assert_same_bits(evaluate(bound.expressions["model.layers.4.up.weight"], tensors), plain)
     assert not any("scale" in name or "packed" in name for name in bound.expressions)
+
+
+def groups_of_blocks(*groups):
+    """A configuration of blocks, each with its targets."""
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {
+            f"group_{n}": {
+                "targets": targets,
+                "weights": {"num_bits": 8, "strategy": "block", "block_structure": block},
+            }
+            for n, (block, targets) in enumerate(groups)
+        },
+    }
+
+
+def test_blocks_are_those_that_fit_the_scales_or_that_the_module_is_a_target_of(tmp_path):
+    def weight(rows, columns, down, across):
+        scale = floats(-(-rows // down), -(-columns // across))
+        full = np.repeat(np.repeat(scale, down, 0)[:rows], across, 1)[:, :columns]
+        codes = RNG.standard_normal((rows, columns)).astype(FP8)
+        return {"": codes, "_scale": scale}, codes.astype(F32) * full
+
+    blocks = {
+        "layers.0.fits": (256, 256, 128, 128),
+        "layers.1.fits": (256, 256, 64, 64),
+        "layers.2.small": (50, 300, 128, 128),
+        # two rows of scales, whichever
+        "layers.0.up": (192, 128, 96, 128),
+        "layers.1.up": (192, 128, 128, 128),
+        "layers.2.up": (192, 128, 96, 128),
+        "layers.3.up": (192, 128, 100, 128),
+    }
+    config = groups_of_blocks(
+        ([128, 128], ["Linear"]),
+        ([64, 64], ["re:.*nothing"]),
+        ([96, 128], ["layers.0.up", "re:layers[.][23]"]),
+        ([100, 128], ["layers.3.up", "re:(", "re:yers"]),
+    )
+    tensors, values = {}, {}
+    for name, sizes in blocks.items():
+        parts, values[f"{name}.weight"] = weight(*sizes)
+        tensors |= {f"{name}.weight{part}": value for part, value in parts.items()}
+    write(tmp_path, tensors, config)
+    bound = osl.dequantized(tmp_path, dtype="float32").bind(tmp_path)
+    for name, expected in values.items():
+        assert_same_bits(evaluate(bound.expressions[name], tensors), expected)
+    for group in ("group_0", "group_2"):  # no target, or one whose blocks do not fit
+        config["config_groups"][group]["targets"] = []
+    config["config_groups"]["group_1"]["targets"] = ["layers.0.up"]
+    write(tmp_path, tensors, config)
+    with pytest.raises(osl.MappingError, match=r"'layers.0.up.weight'.* no target says which"):
+        osl.dequantized(tmp_path)
+
+
+def test_the_target_that_counts_is_that_of_the_library():
+    torch = pytest.importorskip("torch")
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    targets = ["Linear", "re:.*up", "re:layers", "layers.1.up", "re:yers", "up", "Embedding"]
+    module = torch.nn.Linear(1, 1)
+    for name in ("layers.0.up", "layers.1.up", "head", "up", "yers"):
+        for k in range(len(targets) + 1):
+            given = targets[:k]
+            theirs = match.match_targets(name, module, given)
+            assert first_target(name, given) == (theirs[0] if theirs else None)
 
 
 def test_layers_of_one_kind_are_one_rule(tmp_path):

@@ -129,6 +129,7 @@ def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
         reads.append(entry)
         return read(entry)
 
+    by_module = len(settings.blocks()) > 1
     similar: dict[object, Expr] = {}  # of weights of which nothing is read
     weights: dict[str, DecodedWeight] = {}
     unread: set[str] = set()
@@ -144,7 +145,7 @@ def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
                 raise weight.error("there are several weights of this name")
             stored = tuple(part.name for part in parts if part is not None)
             kinds = [part and (part.dtype.code, part.shape) for part in parts]
-            likeness = (scheme.name, named, *kinds)
+            likeness = (scheme.name, plain if by_module else named, *kinds)
             expr = similar.get(likeness)
             if expr is None:
                 reads.clear()

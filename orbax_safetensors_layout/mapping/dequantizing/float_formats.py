@@ -18,7 +18,7 @@ from ..quantizing.group_formats import (
     Nvfp4Groups,
     PowersFp8Groups,
 )
-from .found_weight import FoundWeight, WeightScheme
+from .found_weight import FoundWeight, WeightScheme, first_target
 from .grouped_values import grouped, unpacked
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -39,17 +39,40 @@ def group_extents(weight: FoundWeight, part: str) -> tuple[tuple[int, ...], tupl
         raise weight.error(
             f"scales of shape {list(scale)} do not fit values of shape {list(shape)}"
         )
-    block = weight.settings.block()
     free = shape[:-2]
-    if scale == (*free, *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True))):
+    block = _block(weight, shape[-2:], scale[-2:]) if scale[:-2] == free else None
+    if block is not None:
         return scale, (*[1] * len(free), *block)
     group = weight.settings.integer("group_size") or shape[-1] // max(1, scale[-1])
     if scale[:-1] == rows and group and scale[-1] * group == shape[-1]:
         return scale, (*[1] * len(rows), group)
     raise weight.error(
         f"scales of shape {list(scale)} do not fit values of shape {list(shape)}, neither one for"
-        f" the tensor, for each row or group, nor for each block of {block}"
+        f" the tensor, for each row or group, nor for each block of"
+        f" {' or '.join(sorted({str(block) for block, _ in weight.settings.blocks()}))}"
     )
+
+
+def _block(
+    weight: FoundWeight, shape: tuple[int, ...], scale: tuple[int, ...]
+) -> tuple[int, int] | None:
+    """Return the configured block that has so many scales; of several, that of the module."""
+    configured = weight.settings.blocks()
+    fitting = [
+        block
+        for block, _ in configured
+        if scale == tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
+    ]
+    if len({tuple(map(min, block, shape)) for block in fitting}) < 2:
+        return fitting[0] if fitting else None
+    by_target = {target: block for block, targets in configured for target in targets}
+    target = first_target(weight.plain.removesuffix(".weight"), by_target)
+    if target is None or by_target[target] not in fitting:
+        raise weight.error(
+            f"scales of shape {list(scale)} fit blocks of {' and '.join(map(str, fitting))}, and no"
+            " target says which"
+        )
+    return by_target[target]
 
 
 def _fp8(part: str) -> Callable[[FoundWeight], Expr]:

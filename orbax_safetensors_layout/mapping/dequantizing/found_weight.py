@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
@@ -15,6 +17,7 @@ from ..quantizing.encoder import WeightLayout, joined_name
 
 INPUT_SCALE = "/pre_quant_scale"  # ModelOpt's: inputs are multiplied by it before the weight
 _BLOCK = (128, 128)
+_CLASS = "Linear"  # of modules with weights
 _MOST_BYTES = 1 << 20  # of a part that is read while the mapping is made
 
 
@@ -35,22 +38,47 @@ class QuantizationSettings:
         kinds = {value for value in given if type(value) is int and value > 0}
         return kinds.pop() if len(kinds) == 1 else None
 
-    def block(self) -> tuple[int, int]:
-        """Return the rows and columns that share a scale in blocks."""
-        given = [self.values.get("weight_block_size")]
-        given += [group.get("block_structure") for group in self._groups()]
-        for block in given:
+    def blocks(self) -> list[tuple[tuple[int, int], tuple[str, ...]]]:
+        """Return the rows and columns that share a scale in blocks, with the targets of each."""
+        given: list[tuple[Any, Any]] = [(self.values.get("weight_block_size"), ())]
+        for group in self._config_groups():
+            given.append((_weights(group).get("block_structure"), group.get("targets")))
+        blocks = []
+        for block, targets in given:
             if isinstance(block, list | tuple) and len(block) == 2:
                 rows, columns = block
                 if type(rows) is int and type(columns) is int and min(rows, columns) > 0:
-                    return rows, columns
-        return _BLOCK
+                    targets = targets if isinstance(targets, list | tuple) else ()
+                    blocks.append(((rows, columns), tuple(map(str, targets))))
+        return blocks or [(_BLOCK, ())]
 
     def _groups(self) -> list[Mapping[str, Any]]:
+        return [_weights(group) for group in self._config_groups()]
+
+    def _config_groups(self) -> list[Mapping[str, Any]]:
         groups = self.values.get("config_groups")
         outer = groups.values() if isinstance(groups, Mapping) else ()
-        weights = [group.get("weights") for group in outer if isinstance(group, Mapping)]
-        return [group for group in weights if isinstance(group, Mapping)]
+        return [group for group in outer if isinstance(group, Mapping)]
+
+
+def _weights(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    weights = group.get("weights")
+    return weights if isinstance(weights, Mapping) else {}
+
+
+def first_target(module: str, targets: Iterable[str]) -> str | None:
+    """Return the target that counts for a linear module: of all that match, the most specific.
+
+    As `match_targets` of compressed-tensors 0.20 orders them: names, then `re:` and an expression
+    that a name begins with, then classes.
+    """
+    for target in sorted(targets, key=lambda target: ("re:" in target, target)):
+        with contextlib.suppress(re.error):
+            if target == module or (
+                target.startswith("re:") and re.match(target.removeprefix("re:"), module)
+            ):
+                return target
+    return _CLASS if _CLASS in targets else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
