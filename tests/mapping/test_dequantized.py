@@ -635,6 +635,15 @@ def test_buffers_of_integers_are_no_quantised_weights(tmp_path):
             "there is no 'up.weight_shape'",
         ),
         (
+            {
+                "up.weight_packed": np.zeros((4, 12), np.int32),
+                "up.weight_scale": floats(4, 2),
+                "up.weight_shape": np.array([4, 96]),
+            },
+            {"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 64}}}},
+            "96 columns are not 2 groups of one size",  # compressed-tensors refuses it, too
+        ),
+        (
             {"up.qweight": np.zeros((5, 8), np.int32), "up.scales": floats(2, 8)},
             {"quant_method": "gptq"},
             "5 words of a column are not values of None bits",

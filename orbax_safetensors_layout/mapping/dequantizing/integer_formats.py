@@ -41,6 +41,10 @@ def _packed(weight: FoundWeight) -> Expr:
     columns, bits = _columns_and_bits(weight, words, groups)
     group = -(-columns // max(1, groups))
     index, zero = weight.maybe("_g_idx"), weight.maybe("_zero_point")
+    given = weight.settings.integer("group_size") or group
+    fits_unevenly = columns % given != 0 and -(-columns // given) == groups
+    if groups > 1 and index is None and (columns % groups or fits_unevenly):
+        raise weight.error(f"{columns} columns are not {groups} groups of one size")
     scale = weight.expr("_scale")
     is_whole = others != rows
     if bits == 4 and index is None and zero is None and groups * group == columns and not is_whole:
