@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +41,10 @@ _PART = re.compile(
 _WRAPPED = re.compile(r"\.base_layer(?=\.|$)|\.modules_to_save(\.[^.]+(?=\.))?")
 _OTHER_METHOD = re.compile(r"\.(lora_\w+|trainable_tokens\w*|token_adapter)(\.|$)")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of `init_lora_weights`
+# Embeddings of tokens in models that may have a head, and heads, as transformers calls them.
+_EMBEDDING = re.compile(r".+\.(?!\w*(pos|type))(\w*embed(?!_out)\w*|wte|shared)")
+_HEAD = re.compile(r"(.+\.)?((lm_)?head|embed_out|output|output_layer)\.weight")
+_HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _CONV1D = "Conv1D"  # of transformers, whose weights are [in, out], and which has a bias
 _CONV1D_NAMES = ("c_attn", "c_fc", "c_proj", "q_attn")  # of all its layers; others have them, too
 _EXPERT = re.compile(
@@ -81,6 +85,7 @@ class PeftFolder:
         self._check_method()
         self._modules: dict[str, _Module] = {}
         self._replaced: dict[str, TensorEntry] = {}
+        self._tables: set[str] = set()  # of those, embeddings that a head may be tied to
         self._sort(rename or (lambda name: name))
         self._check_patterns(transposed or ())
         self._tree = NameTree(self.names)
@@ -113,6 +118,8 @@ class PeftFolder:
     ) -> BoundExpr:
         """Return a tensor of the base with its change; None where the base does not have it."""
         if name in self._replaced:
+            if name in self._tables and operand is not None:
+                self._check_head(name, {*specs.names, *self._replaced} - {*operand.sources()})
             operand = self._replacement(self._replaced[name], operand)
         assert operand is not None, name
         module, expert, half = self._modules.get(name), None, 0
@@ -138,6 +145,18 @@ class PeftFolder:
                 f" ({short_repr(self.config.get('base_model_name_or_path'))}).",
             ) from error
         return Decoded(operand.shape, operand.dtype, (operand,), kernel)
+
+    def _check_head(self, name: str, others: Iterable[str]) -> None:
+        """Raises if a head is the base's embedding, which a trained copy leaves as it is."""
+        if not any(map(_HEAD.fullmatch, others)):
+            raise MappingError(
+                f"the adapter replaces the embedding {name!r} (modules_to_save), and the base's own"
+                " stays the output head, as nothing else is one: they are no longer tied",
+                file=self.file,
+                expected="an output head in the base or the adapter, such as 'lm_head.weight'",
+                hint="Merge it with PEFT (merge_and_unload), which saves both; or train it with the"
+                " head among modules_to_save, or with ensure_weight_tying=True.",
+            )
 
     def _replacement(self, entry: TensorEntry, operand: BoundExpr | None) -> BoundExpr:
         operands = () if operand is None else (operand,)
@@ -294,6 +313,8 @@ class PeftFolder:
     def _sort(self, rename: Rename) -> None:
         """Finds what each tensor of the adapter is for."""
         parts: dict[str, dict[str, TensorEntry]] = {}
+        trained = tuple(self.config.get("modules_to_save") or ())
+        has_head = self.config.get("task_type") not in _HEADLESS_TASKS
         for name, entry in self._files.entries.items():
             plain = name.removeprefix(PREFIX)
             match = _PART.fullmatch(plain)
@@ -304,6 +325,9 @@ class PeftFolder:
                         f"{self.file}: tensor {name!r} belongs to an unknown method of PEFT"
                     )
                 self._replaced[rename(plain)] = entry
+                of = plain.removesuffix(".weight")
+                if has_head and of.endswith(trained) and _EMBEDDING.fullmatch(of):
+                    self._tables.add(rename(plain))
                 continue
             role = {"A": "a", "B": "b", "r": "magnitude"}[match["part"][-1]]
             own = parts.setdefault(match["module"], {})

@@ -332,6 +332,31 @@ def test_quantised_bases_are_decoded_first(tmp_path, spec):
         osl.load(base, mapping=osl.peft.merge(None, path, base=base))
 
 
+@pytest.mark.parametrize(
+    ("table", "more", "config", "refused"),
+    [
+        ("model.embed_tokens", {}, {}, True),
+        ("model.embed_tokens", {}, {"modules_to_save": None}, False),  # of a larger vocabulary
+        ("model.embed_tokens", {}, {"task_type": "SEQ_CLS"}, False),
+        ("model.embed_tokens", {"lm_head.weight": random(10, 6, seed=3)}, {}, False),
+        ("embed_tokens", {}, {}, False),  # a model without a head
+        ("model.embed_positions", {}, {"modules_to_save": ["embed_positions"]}, False),
+    ],
+)
+def test_a_trained_embedding_of_a_model_with_tied_ones(tmp_path, table, more, config, refused):
+    weights = {f"{table}.weight": random(10, 6), f"{Q}.weight": random(6, 4), **more}
+    lora = low_rank(Q, 6, 4) | {f"{table}.weight": random(10, 6, seed=9)}
+    config = {"modules_to_save": ["embed_tokens"], **config}
+    base = base_of(tmp_path / "base", weights)
+    mapping = osl.peft.merge(None, adapter(tmp_path / "lora", lora, **config), base=base)
+    if refused:
+        with pytest.raises(osl.MappingError, match="modules_to_save"):
+            osl.load(base, mapping=mapping)
+    else:
+        loaded = osl.load(base, mapping=mapping)
+        assert_same_bits(loaded[f"{table}.weight"], lora[f"{table}.weight"])
+
+
 def test_two_adapters_add_up(tmp_path):
     weight = random(6, 4)
     one, two = low_rank(Q, 6, 4), low_rank(Q, 6, 4, seed=5)

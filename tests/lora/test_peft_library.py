@@ -128,6 +128,29 @@ def test_merged_weights_are_those_of_peft(torch, tmp_path, case):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_trained_embedding_whose_head_stays_the_bases_is_refused(torch, tmp_path, tied):
+    """PEFT's merged model has both, of which a mapping of a tied model has one leaf."""
+    config = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    sizes = {**SMALL, "tie_word_embeddings": tied}
+    model = trained(torch, "LlamaConfig", sizes, config, tmp_path).merge_and_unload()
+    head, table = model.lm_head.weight.detach(), model.model.embed_tokens.weight.detach()
+    base = str(tmp_path / "base")
+    stored = safetensors.numpy.load_file(tmp_path / "base" / "model.safetensors")
+    first = stored["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(head, first if tied else stored["lm_head.weight"])
+    assert not np.array_equal(table, first)
+    family = osl.families.mapping(base, target="plain", untie=tied)
+    for mapping in (None, family):
+        merged = osl.peft.merge(mapping, tmp_path / "lora", base=base)
+        if tied:
+            with pytest.raises(osl.MappingError, match="no longer tied"):
+                osl.load(base, mapping=merged)
+        else:
+            assert len(osl.load(base, mapping=merged)) == len(osl.load(base, mapping=mapping))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_peft_opens_a_saved_adapter(torch, tmp_path):
     import peft
     import transformers
