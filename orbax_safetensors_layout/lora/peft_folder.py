@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -270,6 +271,34 @@ class PeftFolder:
                     hint="Give patterns of these names, or transposed=() if none are [in, out].",
                 )
 
+    def _parameters(self, module: str, levels: int) -> list[str]:
+        """Return those of a module that are targets, the outermost last."""
+        targets = [target.rpartition(".") for target in self._strings("target_parameters")]
+        named = {last for head, dot, last in targets if dot and f".{module}".endswith(f".{head}")}
+        # A name alone is that of a parameter of any module but those that are targets: PEFT writes
+        # it where the modules of experts, which are one module by now, are targets.
+        if len(named) < levels and not self._is_target(module):
+            named |= {last for _, dot, last in targets if not dot}
+        if named and len(named) != levels:
+            raise MappingError(
+                f"the adapter has tensors of {levels} parameters of {module!r}",
+                file=join(self.path, CONFIG_FILE),
+                expected=f"those of target_parameters: {listed(map(repr, sorted(named)), 5)}",
+                hint="Merge it with PEFT (merge_and_unload).",
+            )
+        # Wrappers of one module's parameters are nested, in the order in which models have them.
+        return sorted(named, key=lambda name: ("down" in name or "output" in name, name))
+
+    def _is_target(self, module: str) -> bool:
+        """Whether a module is one of `target_modules`: names, or one pattern."""
+        if isinstance(pattern := self.config.get("target_modules"), str):
+            return _key({pattern: None}, module) == pattern
+        return f".{module}".endswith(tuple(f".{name}" for name in self._strings("target_modules")))
+
+    def _strings(self, name: str) -> list[str]:
+        value = self.config.get(name)
+        return [*map(str, value)] if isinstance(value, list) else []
+
     def _figures(self, module: str) -> tuple[int, float]:
         """Return the rank of a module, and what its product is scaled with."""
         ranks, alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
@@ -313,7 +342,7 @@ class PeftFolder:
     def _sort(self, rename: Rename) -> None:
         """Finds what each tensor of the adapter is for."""
         parts: dict[str, dict[str, TensorEntry]] = {}
-        trained = tuple(self.config.get("modules_to_save") or ())
+        trained = tuple(self._strings("modules_to_save"))
         has_head = self.config.get("task_type") not in _HEADLESS_TASKS
         for name, entry in self._files.entries.items():
             plain = name.removeprefix(PREFIX)
@@ -334,20 +363,17 @@ class PeftFolder:
             own["bias" if match["of"] == "bias" else role] = entry
             if "embedding" in match["part"]:
                 own["embedding"] = entry
+        levels = collections.Counter(_WRAPPED.sub("", path) for path in parts)
         for path, own in parts.items():
-            for name, module in self._targets(path, own):
+            for name, module in self._targets(path, own, levels):
                 self._modules[rename(name)] = module
 
-    def _targets(self, path: str, parts: dict[str, TensorEntry]) -> Iterator[tuple[str, _Module]]:
+    def _targets(
+        self, path: str, parts: dict[str, TensorEntry], levels: dict[str, int]
+    ) -> Iterator[tuple[str, _Module]]:
         """Yields the base's tensors that parts are for, and what of them is for each."""
         module = _WRAPPED.sub("", path)
-        parameters = []
-        for target in self.config.get("target_parameters") or ():
-            head, _, parameter = str(target).rpartition(".")
-            if f".{module}".endswith(f".{head}"):
-                parameters.append(parameter)
-        # Wrappers of one module's parameters are nested, in the order in which models have them.
-        parameters.sort(key=lambda name: ("down" in name or "output" in name, name))
+        parameters = self._parameters(module, levels[module])
         depth = path.count(".base_layer")
         bias = parts.pop("bias", None)
         if bias is not None:

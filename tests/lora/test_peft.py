@@ -238,8 +238,10 @@ def experts_change(lora, module, experts, scale, layout):
     return (np.einsum(f"ore,eri->{layout}", b, a) * scale).astype(F32)
 
 
+@pytest.mark.parametrize("targets", ["q_proj", ["q_proj"]], ids=str)
+@pytest.mark.parametrize("head", ["mlp.experts.", ""])  # "" for modules that are targets
 @pytest.mark.parametrize("layout", ["eoi", "eio"])
-def test_experts_that_are_one_tensor(tmp_path, layout):
+def test_experts_that_are_one_tensor(tmp_path, layout, head, targets):
     experts, up, hidden = 3, 10, 8
     module = "model.layers.0.mlp.experts"
     gate = low_rank(f"{module}.base_layer", up, hidden, rank=2 * experts)
@@ -248,17 +250,24 @@ def test_experts_that_are_one_tensor(tmp_path, layout):
     if layout == "eio":
         shapes = {name: shape[::-1] for name, shape in shapes.items()}
     weights = {f"{module}.{name}": random(experts, *shape) for name, shape in shapes.items()}
-    targets = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
-    path = adapter(tmp_path / "lora", gate | down, target_parameters=targets)
+    weights[f"{Q}.weight"] = random(12, 8)
+    parameters = [f"{head}down_proj", f"{head}gate_up_proj"]
+    lora = gate | down | low_rank(Q, 12, 8)
+    path = adapter(
+        tmp_path / "lora", lora, target_parameters=parameters, target_modules=targets
+    )  # fmt: skip
     base = base_of(tmp_path / "base", weights)
     mapping = osl.peft.merge(None, path, base=base)
     loaded = osl.load(
         base,
         {name: sharded(value.shape, F32, None, "a", "b") for name, value in weights.items()
-         if not any(n % 2 for n in value.shape[1:])}
-        | {name: value for name, value in weights.items() if any(n % 2 for n in value.shape[1:])},
+         if value.ndim == 3 and not any(n % 2 for n in value.shape[1:])}
+        | {name: value for name, value in weights.items()
+           if value.ndim == 2 or any(n % 2 for n in value.shape[1:])},
         mapping=mapping,
     )  # fmt: skip
+    expected = plus(weights[f"{Q}.weight"], change(lora, Q, 1.5))
+    assert_same_bits(loaded[f"{Q}.weight"], expected)
     parts = ("gate_up_proj", gate, f"{module}.base_layer"), ("down_proj", down, module)
     for name, lora, of in parts:
         expected = weights[f"{module}.{name}"] + experts_change(lora, of, experts, 1.5, layout)
@@ -394,6 +403,7 @@ def test_merged_mappings_are_equal_in_every_process(tmp_path):
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "lora_ga"}, "'lora_ga', which changes the base's weights"),
+        ({"target_parameters": ["up", "down"]}, "tensors of 1 parameters of"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"r": 3}, "the rank is not 3"),
         ({"r": None}, "no rank and alpha"),

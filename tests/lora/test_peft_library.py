@@ -62,6 +62,10 @@ CASES = {
         {"target_modules": ["q_proj"],
          "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     ),
+    "modules of experts, which PEFT calls parameters of one": (
+        "Qwen3MoeConfig", {**SMALL, **EXPERTS},
+        {"target_modules": ["q_proj", "gate", "gate_proj", "up_proj", "down_proj"]},
+    ),
 }  # fmt: skip
 
 
