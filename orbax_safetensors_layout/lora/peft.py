@@ -24,7 +24,7 @@ from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.storage import join
 
 from .adapter_files import CONFIG_FILE, STEM, WEIGHTS_FILE, opened
-from .peft_folder import PREFIX, PeftFolder
+from .peft_folder import PREFIX, PeftFolder, mixtral_names
 
 
 def config(path: PathLike, *, options: ReadOptions | None = None) -> dict[str, Any]:
@@ -114,7 +114,8 @@ def merge(
         mapping: That of the base's model. None for leaves that are the base's tensors.
         adapter: The adapter's folder, or its `hf://` path.
         base: The base's folder, which None in place of a mapping needs.
-        rename: Gives the base's name of a tensor for the adapter's, where they differ.
+        rename: Gives the base's name of a tensor for the adapter's, where they differ. None knows
+            of Mixtral's `block_sparse_moe`, which PEFT calls `mlp` by now.
         transposed: Patterns of modules whose square weights are [in, out], `()` if none are; shapes
             tell of others. None refuses square experts.
         options: How to read the adapter: its retries, and its cache.
@@ -127,23 +128,26 @@ def merge(
     """
     options = given_or_default(options, ReadOptions)
     patterns = None if transposed is None else tuple(transposed)
-    folder = PeftFolder(adapter, rename, patterns, options)
-    if mapping is None:
-        if base is None:
-            raise MappingError(
-                "merge needs the base's folder, or a mapping of its tensors",
-                expected="merge(None, adapter, base=FOLDER), or merge(mapping, adapter)",
-            )
+    if mapping is not None:
+        names = [name for rule in mapping.rules for name in rule.patterns()]
+    elif base is not None:
         with Catalog.open(base, retries=options.retries, cache=options.cache_folder) as catalog:
-            names = dict.fromkeys([*catalog.names, *filter(folder.replaces, folder.names)])
-        mapping = Mapping([rule(name, tensor(name)) for name in names])
+            names = [*catalog.names]
+    else:
+        raise MappingError(
+            "merge needs the base's folder, or a mapping of its tensors",
+            expected="merge(None, adapter, base=FOLDER), or merge(mapping, adapter)",
+        )
+    folder = PeftFolder(adapter, rename or mixtral_names(names), patterns, options)
+    if mapping is None:
+        leaves = dict.fromkeys([*names, *filter(folder.replaces, folder.names)])
+        mapping = Mapping([rule(name, tensor(name)) for name in leaves])
     merged = copy.copy(mapping)
     merged.rules, taken = overlaid(mapping.rules, folder)
     merged.merged = *mapping.merged, folder.digest
     lost = [name for name in folder.names if name not in taken]
     if lost:
-        known = [name for rule in mapping.rules for name in rule.patterns()]
-        close = suggest_names(lost[0], known, 3)
+        close = suggest_names(lost[0], names, 3)
         raise MappingError(
             f"the adapter changes {len(lost)} tensors that no rule takes",
             found=listed(map(repr, lost), 3),

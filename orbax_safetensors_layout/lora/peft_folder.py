@@ -8,7 +8,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +49,13 @@ _HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _CONV1D = "Conv1D"  # of transformers, whose weights are [in, out], and which has a bias
 _CONV1D_NAMES = ("c_attn", "c_fc", "c_proj", "q_attn")  # of all its layers; others have them, too
 _EXPERT = re.compile(
-    r"(?P<fused>.+\.experts)\.(?P<expert>\d+|\{\w+\})\.(?P<part>gate|up|down)_proj\.weight"
+    r"(?P<fused>.+\.experts)\.(?P<expert>\d+|\{\w+\})\.(?P<part>(gate|up|down)_proj|w[123])\.weight"
 )
+_PARTS = {  # of an expert: the tensor of all experts, and the half of it, if it is one
+    "gate_proj": ("gate_up_proj", 0), "w1": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1), "w3": ("gate_up_proj", 1),
+    "down_proj": ("down_proj", -1), "w2": ("down_proj", -1),
+}  # fmt: skip
 
 
 class _Module(NamedTuple):
@@ -389,10 +394,18 @@ def _fused(name: str) -> Iterator[tuple[str, str, int]]:
     """Yields the parameter that holds all experts of a tensor, its expert, and the half of it."""
     match = _EXPERT.fullmatch(name)
     if match:
-        part = match["part"]
-        fused = "down_proj" if part == "down" else "gate_up_proj"
-        half = {"gate": 0, "up": 1, "down": -1}[part]
+        fused, half = _PARTS[match["part"]]
         yield f"{match['fused']}.{fused}", match["expert"], half
+
+
+def mixtral_names(names: Collection[str]) -> Rename | None:
+    """Return how a base calls what `transformers` calls `mlp` since version 5, if it does."""
+    holds = any(".block_sparse_moe." in name for name in names)
+    return _to_mixtral if holds and not any(".mlp." in name for name in names) else None
+
+
+def _to_mixtral(name: str) -> str:
+    return name.replace(".mlp.", ".block_sparse_moe.")
 
 
 def _kind(module: str) -> str:

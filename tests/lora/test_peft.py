@@ -276,31 +276,30 @@ def test_experts_that_are_one_tensor(tmp_path, layout, head, targets):
         )
 
 
-def test_fused_experts_of_a_base_that_stores_each_by_itself(tmp_path):
+@pytest.mark.parametrize(("gate", "up"), [("gate_proj", "up_proj"), ("w1", "w3")])
+def test_fused_experts_of_a_base_that_stores_each_by_itself(tmp_path, gate, up):
     experts, half, hidden = 3, 5, 8
     module = "model.layers.0.mlp.experts"
     lora = low_rank(module, 2 * half, hidden, rank=2 * experts)
     path = adapter(tmp_path / "lora", lora, target_parameters=["mlp.experts.gate_up_proj"])
     weights = {
-        f"{module}.{e}.{part}_proj.weight": random(half, hidden, seed=e)
+        f"{module}.{e}.{part}.weight": random(half, hidden, seed=e)
         for e in range(experts)
-        for part in ("gate", "up")
+        for part in (gate, up)
     }
     base = base_of(tmp_path / "base", weights)
     delta = experts_change(lora, module, experts, 1.5, "eoi")
-    rule = osl.rule(
-        "up", osl.stack(osl.tensor("model.layers.0.mlp.experts.{e}.up_proj.weight"), over="e")
-    )
+    rule = osl.rule("up", osl.stack(osl.tensor(f"{module}.{{e}}.{up}.weight"), over="e"))
     both = osl.load(base, mapping=osl.peft.merge(None, path, base=base))
-    up = osl.load(
-        base, mapping=osl.peft.merge(osl.Mapping([rule], ignore="*gate_proj.weight"), path)
+    alone = osl.load(
+        base, mapping=osl.peft.merge(osl.Mapping([rule], ignore=f"*{gate}.weight"), path)
     )["up"]
     for e in range(experts):
-        for part, rows in (("gate", slice(half)), ("up", slice(half, None))):
-            name = f"{module}.{e}.{part}_proj.weight"
+        for part, rows in ((gate, slice(half)), (up, slice(half, None))):
+            name = f"{module}.{e}.{part}.weight"
             np.testing.assert_allclose(both[name], weights[name] + delta[e, rows], atol=1e-6)
     np.testing.assert_array_equal(
-        up, np.stack([both[f"{module}.{e}.up_proj.weight"] for e in range(experts)])
+        alone, np.stack([both[f"{module}.{e}.{up}.weight"] for e in range(experts)])
     )
 
 

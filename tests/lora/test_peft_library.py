@@ -66,6 +66,10 @@ CASES = {
         "Qwen3MoeConfig", {**SMALL, **EXPERTS},
         {"target_modules": ["q_proj", "gate", "gate_proj", "up_proj", "down_proj"]},
     ),
+    "experts of Mixtral": (
+        "MixtralConfig", {**SMALL, "num_local_experts": 3},
+        {"target_modules": ["q_proj", "w1", "w2", "w3"], "modules_to_save": ["gate"]},
+    ),
 }  # fmt: skip
 
 
