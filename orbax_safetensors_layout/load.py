@@ -157,14 +157,16 @@ def begin_requested(source: Catalog | PathLike, request: LoadRequest) -> Callabl
         shards = ProcessShards(processes_per_host=processes_per_host(group, options))
         exchange = jax.process_index() in processes
         sourced = _SourcedLoad.of(catalog, request, devices=True)
-        planned = _plan(sourced, storage, shards, exchange=exchange)
+        plan = functools.partial(_plan, sourced, storage, shards)
+        planned = plan(exchange=exchange)
         if jax.process_count() > 1:
             _log_cost(catalog.path, ReadPlan.joined(planned.plans).cost())
         opened = on_error.pop_all()
 
     def read() -> Any:
         with opened, frozen_heap(), _explicit_transfer():
-            values, stats = _read(planned, options, group)
+            agreed = planned if _agree(sourced, planned, group) else plan(exchange=False)
+            values, stats = _read(agreed, options, group)
             if isinstance(storage, VerifyingReader):
                 with group.together(_VERIFYING):
                     storage.check(strict=True)
@@ -208,7 +210,10 @@ class _PlannedLoad(NamedTuple):
     steps: list[ExchangeStep]
     plans: list[ReadPlan]
     reader: ArrayReader
-    merged: tuple[str, ...] = ()  # digests of adapters
+
+    @property
+    def exchanges(self) -> bool:
+        return any(step.stage for step in self.steps)
 
 
 class _SourcedLoad(NamedTuple):
@@ -237,7 +242,7 @@ def _plan(
 
     With `exchange` it may get from others what they hold, too.
     """
-    catalog, (_, mapping, _, options), tree, _, devices = sourced
+    catalog, (*_, options), tree, _, devices = sourced
     catalog.prefer(shards.process_index)
     leaves = resolve_leaves(sourced.leaves, shards, devices=devices)
     with frozen_heap():  # of what has come since the load began
@@ -259,7 +264,7 @@ def _plan(
         )
         for step in steps
     ]
-    return _PlannedLoad(tree, leaves, steps, plans, reader, mapping.merged if mapping else ())
+    return _PlannedLoad(tree, leaves, steps, plans, reader)
 
 
 def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> AbstractTree:
@@ -283,17 +288,29 @@ def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> 
     return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices)
 
 
+def _agree(sourced: _SourcedLoad, planned: _PlannedLoad, group: ProcessGroup) -> bool:
+    """Holds a plan against the other processes'; returns False where each must read by itself."""
+    catalog, (_, mapping, _, options), *_ = sourced
+    fingerprint = fingerprint_of(planned.steps, planned.leaves, options, catalog, mapping)
+    if not planned.exchanges:
+        group.arrive(PLANNING, fingerprint)  # each reads by itself, and nobody waits for another
+        return True
+    group.barrier(PLANNING, agree=fingerprint)
+    if group.apart:
+        logging.warning(
+            "Loading %s: each process reads what it needs, since they load from different paths,"
+            " and what they read may differ: %s",
+            catalog.path,
+            group.apart,
+        )
+    return not group.apart
+
+
 def _read(
     planned: _PlannedLoad, options: ReadOptions, group: ProcessGroup
 ) -> tuple[Any, ReadStats]:
-    tree, leaves, steps, plans, reader, merged = planned
+    tree, leaves, steps, plans, reader = planned
     values = LeafBuilder(leaves, adopt=reader.adopt)
-    agreed = fingerprint_of(steps, leaves, options, reader.storage.kind, merged)
-    exchanged = any(step.stage for step in steps)
-    if exchanged:
-        group.barrier(PLANNING, agree=agreed)
-    else:
-        group.arrive(PLANNING, agreed)  # each reads by itself, and nobody waits for another
     exchange = ReplicaExchange(leaves, values, group)
     check = functools.partial(group.check, LOADING)
     done = []
@@ -303,7 +320,7 @@ def _read(
             with group.together(LOADING):
                 exchange.begin(step)
                 done.append(reader.run(step.reads, plan, exchange.take, report=report, check=check))
-        with group.together(LOADING) if exchanged else contextlib.nullcontext():
+        with group.together(LOADING) if planned.exchanges else contextlib.nullcontext():
             exchange.finish()
     built = values.values()
     given = zip(tree.leaves, tree.parsed, strict=True)

@@ -37,7 +37,7 @@ from .expr.overlaid import overlaid
 from .expr.quantized import dequantize_block, dequantize_int4, dequantize_mxfp4
 from .expr.values import Cast, ValueOp, apply_ops, in_chunks
 from .inverse.inverse_patches import whole_tensor
-from .matching import rule
+from .matching import described_rule, rule
 from .names import NameTree, TensorSpec, TensorSpecs
 from .rules import Mapping, check_mapping, fingerprint
 

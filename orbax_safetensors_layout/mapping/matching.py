@@ -46,6 +46,23 @@ class Rule:
             yield RuleTarget(leaf, self, captures, taken)
 
 
+def described_rule(item: Rule) -> str:
+    """Return a text that is equal in every process for equal rules, and for no others.
+
+    Of functions of whole arrays it has only the tensors that they take.
+    """
+    text = repr(item)
+    if "opaque(" in text:
+        return f"{item.target} {item.patterns()}"
+    if " more]" not in text or item.expr is None:
+        return text
+    nodes = [item.expr]
+    for node in nodes:  # for all indices; the text has the first ones
+        nodes.extend(node.children())
+        text += repr(getattr(getattr(node, "op", node), "indices", None))
+    return text
+
+
 def rule(
     target_pattern: str, expr: Expr | None, *, tied_to: str | None = None, optional: bool = False
 ) -> Rule:

@@ -18,11 +18,14 @@ from jax.sharding import Sharding
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import PeerError, redact_urls
 from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.mapping import Mapping, described_rule
 from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.plan import (
+    ArraySource,
     ExchangePolicy,
     Fragment,
     Item,
+    MappedSource,
     RegionReads,
     Round,
     SharedLeaves,
@@ -37,6 +40,7 @@ from orbax_safetensors_layout.sharding import (
     is_abstract,
     sharding_of,
 )
+from orbax_safetensors_layout.storage import LocalStorage
 
 from ._jax import DistributedStore
 from .all_gather import SendBuffer, on_host
@@ -79,23 +83,24 @@ def load_group(
     if jax.process_index() not in processes or len(processes) == 1:
         return ProcessGroup.alone()
     name = redact_urls(os.fsdecode(path))
-    if options.replicated == "auto":  # hosts may have copies, each in a folder of its own
-        name = name.rstrip("/").rpartition("/")[2]
     return ProcessGroup(
-        name,
+        name.rstrip("/").rpartition("/")[2],  # where the paths differ, they refuse or go apart
         jax.process_index(),
         processes,
         DistributedStore.connect(),
         options.timeout_seconds,
         purpose="load",
+        path=name,
     )
 
 
 def processes_per_host(group: ProcessGroup, options: ReadOptions) -> int:
     """Return the most processes of a group that share a host, where a choice depends on it."""
+    host = socket.gethostname()
     if options.replicated != "auto":
+        group.publish(PLANNING, "host", host)  # for one that chooses otherwise, to learn of it
         return 1
-    hosts = group.constants(PLANNING, "host", socket.gethostname())
+    hosts = group.constants(PLANNING, "host", host)
     return max(collections.Counter(hosts).values())
 
 
@@ -228,15 +233,17 @@ def fingerprint_of(
     steps: Sequence[ExchangeStep],
     leaves: Sequence[ResolvedLeaf],
     options: ReadOptions,
-    storage: str,
-    merged: Sequence[str] = (),
+    catalog: Catalog,
+    mapping: Mapping | None,
 ) -> Fingerprint:
     """Return a digest of the plan, equal on all processes before anything is exchanged.
 
-    `merged` are digests of the adapters that leaves have in them.
+    Of what is exchanged it has all that the values follow from but the bytes of the files.
     """
+    merged = () if mapping is None else mapping.merged
     digest = hashlib.sha256(repr([*merged]).encode())
     numbers: dict[int, int] = {}
+    files = {file: file.removeprefix(catalog.path) for file in (*catalog.files, "")}
 
     def add(value: object) -> None:
         digest.update(repr(value).encode())
@@ -246,31 +253,59 @@ def fingerprint_of(
             add(shared)
         return numbers.setdefault(id(shared), len(numbers))
 
+    def stored_place(source: ArraySource) -> str:
+        """Return where values are stored, and as what."""
+        if isinstance(source, MappedSource):
+            entries = [source.tensors[name] for name in source.leaf.sources()]
+        else:
+            entries = [source.entry]
+        return "\n".join(
+            f"{name}\n{files[file]}\n{dtype.code}{shape}{start}"
+            for name, dtype, shape, file, start, _ in entries
+        )
+
     nbytes = 0
     for step in steps:
         add(len(step.stage))  # after each all processes wait for each other
         for form, lanes in step.stage:
             add(number(form))
             for lane in lanes:
-                add([(leaves[n].region.name, number(boxes), offset) for n, boxes, offset in lane])
+                texts = []
+                for leaf, boxes, offset in lane:
+                    region = leaves[leaf].region
+                    what = number(region.dtype), number(boxes), offset
+                    texts.append(f"{what}{region.name}\n{stored_place(region.source)}")
+                digest.update("\n".join(texts).encode())
         nbytes += sum(round_.form.gathered_bytes for round_ in step.stage)
-    profile = options.profile(storage)
+    if nbytes and mapping is not None:
+        digest.update("\n".join(map(described_rule, mapping.rules)).encode())
+    if nbytes and catalog.layout == "sharded" and (manifest := catalog.manifest()) is not None:
+        add(manifest.pieces and (manifest.pieces.save_id, manifest.pieces.files))
+    profile = options.profile(catalog.storage.kind)
+    path = redact_urls(catalog.path)
+    if isinstance(catalog.storage, LocalStorage):  # a link may lead elsewhere on each host
+        path = os.path.realpath(path)
     assumptions = {
         "replicated": repr(options.replicated),
         "memory_budget_bytes": f"{options.memory_budget_bytes:,}",
-        "storage": storage,
+        "storage": catalog.storage.kind,
         "latency_seconds": f"{profile.latency_seconds:g}",
         "bandwidth_bytes_per_second": f"{profile.bandwidth_bytes_per_second:g}",
         "shared_bandwidth_bytes_per_second": f"{profile.shared_bytes_per_second:g}",
         "concurrency": str(profile.streams),
         "merged adapters": " ".join(name[:16] for name in merged),
     }
+    is_auto = options.replicated == "auto"
+    if not is_auto:
+        assumptions["path"] = path
+        add(path)
     return Fingerprint(
         digest.hexdigest(),
         f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas, in {len(steps)} steps",
         "All processes must load the same tree from the same checkpoint, with the same options and"
         " the same adapters merged.",
         [f"{name}={value}" for name, value in assumptions.items()],
+        place=path if is_auto else "",
     )
 
 

@@ -44,6 +44,7 @@ class Fingerprint(NamedTuple):
     description: str  # of each process, for the error
     demand: str  # on all of them
     assumptions: Sequence[str] = ()  # that the value follows from; the error has those that differ
+    place: str = ""  # of what it is; processes of different places go apart, which fails nothing
 
 
 class _Statement(NamedTuple):
@@ -53,11 +54,16 @@ class _Statement(NamedTuple):
     error: str | None = None
     follows: bool = False  # whether the error follows from that of another process
     agree: Sequence[Any] = ()  # its fingerprint
+    apart: str = ""  # of a verdict: why each process goes on by itself
 
     @classmethod
     def of(cls, process: int, error: BaseException | None, agree: Sequence[Any] = ()) -> Self:
         text = None if error is None else f"{type(error).__name__}: {error}"
         return cls(process, text, isinstance(error, PeerError), agree)
+
+    @property
+    def place(self) -> str:
+        return str(self.agree[4]) if self.agree else ""
 
 
 class ProcessGroup:
@@ -77,11 +83,13 @@ class ProcessGroup:
         timeout_seconds: float,
         *,
         purpose: str = "save",
+        path: str | None = None,  # for errors, if not the name
     ) -> None:
         self.process_index = process_index
         self._processes = tuple(range(processes) if isinstance(processes, int) else processes)
         self.process_count = len(self._processes)
-        self._name = name
+        self._path = name if path is None else path
+        self.apart = ""  # why this process does not wait for the others any more, nor they for it
         self._store = store if self.process_count > 1 else None
         self._timeout_seconds = timeout_seconds
         self._purpose = purpose
@@ -93,7 +101,7 @@ class ProcessGroup:
             self.number = _counts[purpose, members, name]
         self._key = f"{_PREFIX}/{purpose}/{members}/{self.number}/{place}"
         self._step = 0
-        self._failed = self._has_arrived = False
+        self._is_over = self._has_arrived = False
         self._announced = -1
         self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
         self._heartbeat: Heartbeat | None = None
@@ -143,9 +151,9 @@ class ProcessGroup:
         `agree` must be the same on all.
 
         Raises `error`, with which this process failed, or a `PeerError` at once with the text of
-        another's; also where the processes do not agree.
+        another's; also where the processes do not agree. Where they go `apart`, no step waits.
         """
-        if self._store is None or self._failed:
+        if self._store is None or self._is_over:
             if error is not None:
                 raise error
             return broadcast
@@ -174,8 +182,10 @@ class ProcessGroup:
             raise problem
         if verdict is None and self.is_leader and step:
             self._store.delete(f"{self._key}/{step - 1}/")  # no process waits for it any more
-        self._failed = error is not None or verdict is not None
-        if verdict is not None and (error is None or verdict.process != self.process_index):
+        self._is_over = error is not None or verdict is not None
+        if verdict is not None and verdict.apart:
+            self.apart = verdict.apart
+        elif verdict is not None and (error is None or verdict.process != self.process_index):
             # An error of this process may be a consequence.
             raise self._peer_error(verdict, doing) from error
         if error is not None:
@@ -184,16 +194,25 @@ class ProcessGroup:
             return broadcast
         return self._store.get(f"{key}/broadcast", self._timeout_seconds)
 
+    def publish(self, doing: str, name: str, value: str) -> None:
+        """Tells others the value of this process that they wait for in `constants`."""
+        if self._store is None:
+            return
+        known = _constants.setdefault((self._store, name), {})
+        if self.process_index not in known:
+            with self._reaching_others(doing):
+                self._store.renew(f"{_PREFIX}/constant/{name}/{self.process_index}", value)
+            known[self.process_index] = value
+
     def constants(self, doing: str, name: str, value: str) -> list[str]:
         """Return the values of all processes by a name; they never change, and are read once."""
         if self._store is None:
             return [value]
-        known = _constants.setdefault((self._store, name), {})
+        self.publish(doing, name, value)
+        known = _constants[self._store, name]
         prefix = f"{_PREFIX}/constant/{name}/"
         deadline = time.monotonic() + self._timeout_seconds
         with self._reaching_others(doing):
-            if self.process_index not in known:
-                self._store.renew(f"{prefix}{self.process_index}", value)
             if missing := {*self._processes} - known.keys():
                 values = self._store.list(prefix).items()
                 known.update((int(key.rpartition("/")[2]), value) for key, value in values)
@@ -212,7 +231,7 @@ class ProcessGroup:
 
         That one waits for no process but those that have not arrived, nor the first one's end.
         """
-        if self._store is not None and not self._failed:
+        if self._store is not None and not self._is_over:
             with self._reaching_others(doing):
                 statement = _Statement.of(self.process_index, None, agree)
                 self._say(self._store, self._step, statement)
@@ -221,7 +240,7 @@ class ProcessGroup:
     def check(self, doing: str) -> None:
         """Raises a `PeerError`, for `barrier`, if another process failed; asks once a second."""
         now = time.monotonic()
-        if self._store is None or self._failed or now < self._next_check_seconds:
+        if self._store is None or self._is_over or now < self._next_check_seconds:
             return
         self._next_check_seconds = now + _CHECK_SECONDS
         with self._reaching_others(doing):
@@ -232,7 +251,9 @@ class ProcessGroup:
                     self._announce(self._store, self._step, verdict)
             else:
                 verdict = _parse(self._store.peek(f"{self._key}/{self._step}/verdict") or "null")
-        if verdict is not None:
+        if verdict is not None and verdict.apart:
+            self._is_over, self.apart = True, verdict.apart
+        elif verdict is not None:
             raise self._peer_error(verdict, doing)
 
     def abandon(self) -> None:
@@ -265,9 +286,9 @@ class ProcessGroup:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others of this process's error, and waits for none."""
-        if self._store is None or self._failed:
+        if self._store is None or self._is_over:
             return
-        self._failed = True
+        self._is_over = True
         statement = _Statement.of(self.process_index, error)
         with contextlib.suppress(Exception):  # the first error is raised
             if self.is_leader:
@@ -283,7 +304,7 @@ class ProcessGroup:
             raise PeerError(
                 f"process 0, which keeps the key-value store of jax.distributed, does not answer"
                 f" while {doing}; it was probably killed",
-                file=self._name,
+                file=self._path,
             ) from error
 
     def _say(self, store: KeyValueStore, step: int, statement: _Statement) -> None:
@@ -304,7 +325,7 @@ class ProcessGroup:
         failure = _first_failure(statements, follows=False)
         if len(statements) == self.process_count:
             failure = failure or _first_failure(statements, follows=True)
-            return failure or _disagreement(statements, self._purpose)
+            return failure or _parting(statements) or _disagreement(statements, self._purpose)
         dead = self._dead_processes() - {statement.process for statement in statements}
         if failure is None and dead:
             text = f"no sign of life for {heartbeat.SILENCE_SECONDS:g} s; it was probably killed"
@@ -318,14 +339,14 @@ class ProcessGroup:
         return PeerError(
             f"processes {sorted(missing)} did not finish {doing} within"
             f" {self._timeout_seconds:g} s",
-            file=self._name,
+            file=self._path,
             hint=f"See their logs. All processes of the program must {self._purpose}, so Orbax's"
             " `active_processes` must name all; `timeout_seconds` of the options sets the limit.",
         )
 
     def _peer_error(self, verdict: _Statement, doing: str) -> PeerError:
         text = f"process {verdict.process} failed while {doing}: {verdict.error}"
-        return PeerError(text, file=self._name)
+        return PeerError(text, file=self._path)
 
     def _announce(self, store: KeyValueStore, step: int, verdict: _Statement | None) -> None:
         if step > self._announced:
@@ -360,7 +381,7 @@ class ProcessGroup:
                 if seconds <= 0:
                     text = f"process {self._processes[0]} did not finish {doing}"
                     text += f" within {self._timeout_seconds:g} s"
-                    raise PeerError(text, file=self._name) from error
+                    raise PeerError(text, file=self._path) from error
 
 
 def _parse(text: str) -> _Statement | None:
@@ -370,7 +391,7 @@ def _parse(text: str) -> _Statement | None:
 
 def _possession(statement: _Statement, other: _Statement) -> str:
     """Say what a process agrees to, with the assumptions that are not another's."""
-    _, description, _, assumptions = statement.agree
+    _, description, _, assumptions, *_ = statement.agree
     own = [assumption for assumption in assumptions if assumption not in other.agree[3]]
     by = f" by {', '.join(own)}" if own else ""
     return f"process {statement.process} has {description}{by}"
@@ -379,6 +400,16 @@ def _possession(statement: _Statement, other: _Statement) -> str:
 def _first_failure(statements: Sequence[_Statement], *, follows: bool) -> _Statement | None:
     failures = (s for s in statements if s.error is not None and s.follows == follows)
     return min(failures, default=None)
+
+
+def _parting(statements: Sequence[_Statement]) -> _Statement | None:
+    """Return the verdict that all go apart, if a place is not the first one's."""
+    first, *others = sorted(statements)
+    for other in others:
+        if first.place and other.place and first.place != other.place:
+            text = f"process {first.process} has {first.place}, process {other.process} has"
+            return _Statement(other.process, apart=f"{text} {other.place}")
+    return None
 
 
 def _disagreement(statements: Sequence[_Statement], purpose: str) -> _Statement | None:

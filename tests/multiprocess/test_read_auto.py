@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -10,17 +12,22 @@ from programs import run_processes
 TOTAL = 2 * 64 * 96 * 4
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    rng = np.random.default_rng(0)
+def write(folder, seed):
+    rng = np.random.default_rng(seed)
     tensors = {name: rng.standard_normal((64, 96), np.float32) for name in ("a", "b")}
-    file = tmp_path_factory.mktemp("auto") / "model.safetensors"
+    file = folder / "model.safetensors"
     safetensors.numpy.save_file(tensors, file)
     return str(file)
 
 
-def run(path, case, processes):
-    return run_processes("read_auto.py", processes=processes, devices=2, path=path, case=case)
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("auto"), 0)
+
+
+def run(path, case, processes, **arguments):
+    options = {"path": path, "case": case, **arguments}
+    return run_processes("read_auto.py", processes=processes, devices=2, **options)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -34,6 +41,32 @@ def test_what_is_cheap_is_read_by_each_and_what_is_dear_once(path, processes):
     assert read["near columns"] >= TOTAL
     for label in ("slow replicated", "shared replicated", "slow columns", "slow rows"):
         assert read[label] == TOTAL, label
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_processes_that_load_from_other_paths_exchange_nothing(path, tmp_path, linked):
+    """As hosts do that disagree on the latest step of a run, or whose links differ."""
+    other = write(tmp_path, 1)
+    if linked:
+        folders = [tmp_path / str(process) / "latest" for process in range(2)]
+        for folder, target in zip(folders, (path, other), strict=True):
+            folder.parent.mkdir()
+            folder.symlink_to(Path(target).parent)
+        path, other = (str(folder / "model.safetensors") for folder in folders)
+    for read, warned in run(path, "steps", 2, other=other):
+        assert read == [TOTAL, TOTAL // 2, TOTAL]
+        assert len(warned) == 1
+        assert f"process 0 has {Path(path).resolve()}, process 1 has " in warned[0], warned
+
+
+@pytest.mark.parametrize(
+    ("case", "text"), [("mappings", "has 1 leaves"), ("kinds", "by replicated='read_once', path=")]
+)
+def test_what_is_exchanged_must_be_the_same(path, case, text):
+    for said, seconds in run(path, case, 2):
+        assert "PeerError: process 1 failed while planning the load: it has something else" in said
+        assert text in said
+        assert seconds < 20
 
 
 def test_columns_of_mapped_tensors_are_read_once(tmp_path):

@@ -17,11 +17,13 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format import DTYPES
 from orbax_safetensors_layout.geometry import cover, row_major_strides
 from orbax_safetensors_layout.plan import ExchangeLimits, ExchangePolicy, SharedLeaf, plan_exchange
 from orbax_safetensors_layout.reading import ExchangeStep, fingerprint_of
 from orbax_safetensors_layout.sharding import ProcessShards
 
+F32 = np.dtype(np.float32)
 NO_LIMITS = ExchangeLimits(1 << 30, 1 << 30, 25_000)
 MESHES = [(2, 1, 1), (4, 2, 1), (8, 1, 4), (2, 6, 3), (16, 1, 16)]
 """Sizes of the axes `data` and `fsdp`, and processes."""
@@ -135,7 +137,11 @@ def test_processes_read_equally_much_each_from_its_own_files(shape):
 def test_processes_that_read_in_other_steps_are_told_apart():
     """As with other memory budgets: the rounds are the same, but they would wait for each other."""
     leaves = shared(32, (512, 1024))
-    names = [SimpleNamespace(region=SimpleNamespace(name=str(leaf.number))) for leaf in leaves]
+    entry = SimpleNamespace(entry=("t", DTYPES["F32"], (), "folder/file", 0, 4))
+    regions = [SimpleNamespace(name=str(n), dtype=F32, source=entry) for n in range(len(leaves))]
+    resolved = [SimpleNamespace(region=region) for region in regions]
+    storage = SimpleNamespace(kind="local")
+    catalog = SimpleNamespace(path="folder", files=["folder/file"], storage=storage, layout="hf")
     plans = [
         plan_exchange(leaves, NO_LIMITS),
         plan_exchange(leaves, NO_LIMITS._replace(stage_bytes=1)),
@@ -146,7 +152,11 @@ def test_processes_that_read_in_other_steps_are_told_apart():
     assert len(plans[0]) < len(plans[1])
     step, other = (
         fingerprint_of(
-            [ExchangeStep([], None, stage) for stage in plan], names, osl.ReadOptions(), "local"
+            [ExchangeStep([], None, stage) for stage in plan],
+            resolved,
+            osl.ReadOptions(),
+            catalog,
+            None,
         )
         for plan in plans
     )

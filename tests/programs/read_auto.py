@@ -7,9 +7,11 @@ import time
 import jax
 
 
-def main(path, case):
+def main(path, case, other=None):
     """Load as `case` says; return the bytes read by each load, or the error and its seconds."""
     process = jax.process_index()
+    if case == "steps" and process:
+        path = other
     if case == "cpus":  # before the package asks for them
         os.cpu_count = lambda: 64 if process else 2
         for name in [name for name in sys.modules if name.startswith("orbax_safetensors_layout")]:
@@ -52,7 +54,7 @@ def main(path, case):
             for shard in array.addressable_shards:
                 part = expected[name][shard.index]
                 assert np.asarray(shard.data).tobytes() == part.tobytes(), name
-        assert [planned.read_bytes] == read, (planned, read)
+        assert case == "steps" or [planned.read_bytes] == read, (planned, read)
         return read[0]
 
     if case == "mapped":  # interleaved heads, and blocks with scales; rows are inputs
@@ -83,6 +85,9 @@ def main(path, case):
         }
         levels = [r.levelno for r in records if r.getMessage().startswith("Loading ")]
         return read_bytes, levels.count(logging.INFO), levels.count(logging.WARNING)
+    if case == "steps":  # of one run: each process has found another one to be the latest
+        read_bytes = [load(tree(spec), **slow) for spec in (P(), P("x"))] + [load(tree(P()))]
+        return read_bytes, [r.getMessage() for r in records if r.levelno == logging.WARNING]
     if case == "cpus":  # a request more costs so much that it decides
         between = {"latency_seconds": {"local": 0.1}, "bandwidth_bytes_per_second": {"local": 2e3}}
         return load(tree(P(None, "x")), **between), osl.ReadOptions().profile("local").concurrency
@@ -94,6 +99,13 @@ def main(path, case):
         return None if process == 1 else load(tree(P(), [0, 2]), **slow)
     began = time.monotonic()
     try:
+        if case == "mappings":
+            rules = [osl.rule("a", osl.tensor("b" if process else "a"))]
+            mapping = osl.Mapping(rules, ignore=["*"])
+            return load({"a": tree(P())["a"]}, mapping, **slow)
+        if case == "kinds":
+            how = "read_once" if process else "auto"
+            return load(tree(P()), replicated=how, **slow)
         if case == "missing" and process == 1:
             return None
         load(tree(P()), **(slow if case == "missing" or process else {}))
