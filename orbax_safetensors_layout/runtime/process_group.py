@@ -28,6 +28,7 @@ _PREFIX = "orbax_safetensors_layout"
 _LONGEST_PAUSE_SECONDS = 0.25
 _PROMPT_SECONDS = 1.0  # of a step; the store keeps each wait that ended without its key
 _CHECK_SECONDS = 1.0
+_GRACE_SECONDS = 1.0  # for the first process to say who is missing
 _WAIT_SECONDS = 5.0  # a wait in the store cannot be interrupted
 _KEPT_GROUPS = 64  # no process is so many operations behind another
 
@@ -70,8 +71,9 @@ class ProcessGroup:
     """The processes of one operation; a step waits `timeout_seconds` for all of them.
 
     `processes` are all numbers below a count, or some. Operations of one `name`, `purpose` (a verb)
-    and `processes` have the same order on all of them; `number` counts these from 1. A single
-    process needs no `store`.
+    and `processes` have the same order on all of them; `number` counts these from 1. It leaves out
+    those that a process gave up because others did not come, so that they all meet in the next. A
+    single process needs no `store`.
     """
 
     def __init__(
@@ -96,10 +98,14 @@ class ProcessGroup:
         # Text without slashes, of any path.
         place = urllib.parse.quote(name, safe="", errors="surrogateescape")
         members = f"{zlib.crc32(repr(self._processes).encode()):08x}"
+        operations = f"{_PREFIX}/{purpose}/{members}"
+        self._late = f"{operations}/late/{place}/"  # by process the last number that it gave up
+        with self._reaching_others(f"beginning to {purpose}"):
+            late = {} if self._store is None else self._store.list(self._late)
         with _counts_lock:
-            _counts[purpose, members, name] += 1
-            self.number = _counts[purpose, members, name]
-        self._key = f"{_PREFIX}/{purpose}/{members}/{self.number}/{place}"
+            self.number = 1 + max(_counts[purpose, members, name], *map(int, late.values()), 0)
+            _counts[purpose, members, name] = self.number
+        self._key = f"{operations}/{self.number}/{place}"
         self._step = 0
         self._is_over = self._has_arrived = False
         self._announced = -1
@@ -223,7 +229,7 @@ class ProcessGroup:
                         break
                     self.check(doing)
                     if time.monotonic() > deadline:
-                        raise self._missing_error(missing - known.keys(), doing)
+                        raise self._give_up(self._store, missing - known.keys(), doing)
         return [known[process] for process in self._processes]
 
     def arrive(self, doing: str, agree: Fingerprint) -> None:
@@ -335,7 +341,9 @@ class ProcessGroup:
     def _dead_processes(self) -> set[int]:
         return set() if self._heartbeat is None else self._heartbeat.dead_processes()
 
-    def _missing_error(self, missing: Iterable[int], doing: str) -> PeerError:
+    def _give_up(self, store: KeyValueStore, missing: Iterable[int], doing: str) -> PeerError:
+        """Return the error that others did not come; those that come later are in the next one."""
+        store.renew(f"{self._late}{self.process_index}", str(self.number))
         return PeerError(
             f"processes {sorted(missing)} did not finish {doing} within"
             f" {self._timeout_seconds:g} s",
@@ -363,7 +371,7 @@ class ProcessGroup:
                 return verdict
             missing = sorted({*self._processes} - {s.process for s in statements})
             if time.monotonic() > began + self._timeout_seconds:
-                raise self._missing_error(missing, doing)
+                raise self._give_up(store, missing, doing)
             if time.monotonic() > began + _PROMPT_SECONDS:
                 time.sleep(_LONGEST_PAUSE_SECONDS)
                 continue
@@ -372,16 +380,16 @@ class ProcessGroup:
 
     def _await_verdict(self, store: KeyValueStore, step: int, doing: str) -> _Statement | None:
         # Time for the first process to find out which one is missing.
-        seconds = self._timeout_seconds + 30
+        deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
         while True:
+            seconds = min(deadline - time.monotonic(), _WAIT_SECONDS)
             try:
-                return _parse(store.get(f"{self._key}/{step}/verdict", min(seconds, _WAIT_SECONDS)))
+                return _parse(store.get(f"{self._key}/{step}/verdict", max(seconds, 0.001)))
             except TimeoutError as error:
-                seconds -= _WAIT_SECONDS
-                if seconds <= 0:
-                    text = f"process {self._processes[0]} did not finish {doing}"
-                    text += f" within {self._timeout_seconds:g} s"
-                    raise PeerError(text, file=self._path) from error
+                if time.monotonic() > deadline:
+                    spoke = {statement.process for statement in self._statements(store, step)}
+                    missing = {*self._processes} - spoke or {self._processes[0]}
+                    raise self._give_up(store, missing, doing) from error
 
 
 def _parse(text: str) -> _Statement | None:

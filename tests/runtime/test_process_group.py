@@ -400,7 +400,8 @@ def test_a_missing_process_is_named(store, missing):
     assert "timeout_seconds" in str(errors[0])
 
 
-def test_a_missing_leader_is_named():
+def test_a_missing_leader_is_named(monkeypatch):
+    monkeypatch.setattr(process_group, "_GRACE_SECONDS", 0.1)
     store = MemoryStore(patience=0.01)
 
     def work(group):
@@ -410,7 +411,7 @@ def test_a_missing_leader_is_named():
     errors = together(store, 3, work, name="no leader", timeout_seconds=1.0)
     for error in errors[1:]:
         assert isinstance(error, osl.PeerError)
-        assert "process 0 did not finish writing shards" in str(error)
+        assert "processes [0] did not finish writing shards" in str(error)
         assert isinstance(error.__cause__, TimeoutError)
 
 
@@ -594,6 +595,33 @@ def test_the_same_name_again(store):
 
         results = together(store, 2, work, name="the same path")
         assert (results == [number] * 2) != (number == 2)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("times", [1, 3])
+def test_all_meet_in_the_operation_after_those_that_one_of_them_missed(store, missing, times):
+    """Of a name; each process has a counter of its own. Their other operations do not change."""
+    counts: list[dict[tuple[str, str, str], int]] = [{}, {}]
+
+    def make(process, name):
+        process_group._counts.clear()
+        process_group._counts.update(counts[process])
+        group = ProcessGroup(name, process, 2, store, 0.1)
+        counts[process] = dict(process_group._counts)
+        return group
+
+    for _ in range(times):
+        with (
+            pytest.raises(osl.PeerError, match=rf"processes \[{missing}\] did not finish"),
+            make(1 - missing, "again") as group,
+        ):
+            group.barrier("a step")
+    for _ in range(3):
+        groups = [make(process, "again") for process in range(2)]
+        assert groups[0].number == groups[1].number
+        assert make(missing, "other").number == make(1 - missing, "other").number
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(lambda group: group.barrier("a step"), groups)] == ["", ""]
 
 
 def test_groups_of_different_names_at_once(store):
