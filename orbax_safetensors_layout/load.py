@@ -127,11 +127,11 @@ class LoadRequest(NamedTuple):
     only: str | Sequence[str] | None
     options: ReadOptions
 
-    def processes(self, count: int) -> tuple[int, ...]:
+    def processes(self, tree: AbstractTree, count: int) -> tuple[int, ...]:
         """Return the processes, of `count`, that exchange the tensors that several of them hold."""
-        given = self.abstract
-        tree = given.leaves if isinstance(given, AbstractTree) else given
-        return exchanging(tree, self.options, count)
+        leaves = () if self.abstract is None else tree.parsed
+        placements = (leaf.placement for leaf in leaves if leaf is not None)
+        return exchanging(placements, self.options, count)
 
 
 def load_requested(source: Catalog | PathLike, request: LoadRequest) -> Any:
@@ -142,21 +142,23 @@ def load_requested(source: Catalog | PathLike, request: LoadRequest) -> Any:
 def begin_requested(source: Catalog | PathLike, request: LoadRequest) -> Callable[[], Any]:
     """Plans as `load_requested` does, from the headers; returns a function that reads, once."""
     options = request.options
-    processes = request.processes(jax.process_count())
     path = source.path if isinstance(source, Catalog) else source
     with contextlib.ExitStack() as on_error, frozen_heap():
+        with _telling_others(path, request):
+            catalog = on_error.enter_context(
+                source
+                if isinstance(source, Catalog)
+                else Catalog.open(path, retries=options.retries, cache=options.cache_folder)
+            )
+            tree = _abstract_tree(catalog, request, devices=True)
+            processes = request.processes(tree, jax.process_count())
         group = on_error.enter_context(load_group(path, processes, options))
-        catalog = on_error.enter_context(
-            source
-            if isinstance(source, Catalog)
-            else Catalog.open(path, retries=options.retries, cache=options.cache_folder)
-        )
         storage: RangeReader = catalog.storage
         if options.verify:
             storage = _verifying(catalog)
         shards = ProcessShards(processes_per_host=processes_per_host(group, options))
         exchange = jax.process_index() in processes
-        sourced = _SourcedLoad.of(catalog, request, devices=True)
+        sourced = _SourcedLoad.of(catalog, request, tree, devices=True)
         plan = functools.partial(_plan, sourced, storage, shards)
         planned = plan(exchange=exchange)
         if jax.process_count() > 1:
@@ -176,6 +178,20 @@ def begin_requested(source: Catalog | PathLike, request: LoadRequest) -> Callabl
         return values
 
     return read
+
+
+@contextlib.contextmanager
+def _telling_others(path: PathLike, request: LoadRequest) -> Iterator[None]:
+    """Tells the processes of the tree as it is given of an error; the manifest may name others."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # the first error is raised
+            tree = AbstractTree.parse(request.abstract)
+            processes = request.processes(tree, jax.process_count())
+            with load_group(path, processes, request.options) as group:
+                group.fail(error)
+        raise
 
 
 def _log_cost(path: str, cost: Cost) -> None:
@@ -226,9 +242,10 @@ class _SourcedLoad(NamedTuple):
     devices: bool  # whether shardings must have some
 
     @classmethod
-    def of(cls, catalog: Catalog, request: LoadRequest, *, devices: bool) -> _SourcedLoad:
+    def of(
+        cls, catalog: Catalog, request: LoadRequest, tree: AbstractTree, *, devices: bool
+    ) -> _SourcedLoad:
         """Return the leaves of a load, and the arrays of the checkpoint that they are."""
-        tree = _abstract_tree(catalog, request, devices=devices)
         _, mapping, only, options = request
         strict = options.strict and only is None  # what `only` leaves out is not unexpected
         leaves = source_leaves(catalog, tree, mapping, strict=strict)
@@ -379,9 +396,10 @@ def plan_each(
     catalog: Catalog, request: LoadRequest, each: Iterable[ProcessShards]
 ) -> Iterator[ReadPlan]:
     """Yields what `plan_load` returns for each process, from an open catalog."""
-    sourced = _SourcedLoad.of(catalog, request, devices=False)
+    tree = _abstract_tree(catalog, request, devices=False)
+    sourced = _SourcedLoad.of(catalog, request, tree, devices=False)
     for shards in each:
-        exchange = shards.process_index in request.processes(shards.process_count)
+        exchange = shards.process_index in request.processes(tree, shards.process_count)
         planned = _plan(sourced, catalog.storage, shards, exchange=exchange)
         yield ReadPlan.joined(planned.plans)
 

@@ -35,6 +35,7 @@ from orbax_safetensors_layout.plan import (
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup
 from orbax_safetensors_layout.sharding import (
     AddressableShards,
+    Placement,
     ProcessShards,
     Replicas,
     is_abstract,
@@ -53,10 +54,12 @@ _MOST_IN_FLIGHT = 2  # rounds: one is gathered while the next is put on the devi
 _PAUSE_SECONDS = 0.001
 
 
-def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple[int, ...]:
-    """Return the processes that load a tree together; none where each reads by itself.
+def exchanging(
+    placements: Iterable[Placement | None], options: ReadOptions, process_count: int
+) -> tuple[int, ...]:
+    """Return the processes that load leaves together; none where each reads by itself.
 
-    With `"auto"` those that have devices of the tree's shardings, if they are several, and can
+    With `"auto"` those that have devices of the leaves' shardings, if they are several, and can
     reach each other.
     """
     everyone = tuple(range(process_count))
@@ -66,10 +69,8 @@ def exchanging(abstract: Any, options: ReadOptions, process_count: int) -> tuple
         return ()
     if process_count == jax.process_count() and not DistributedStore.is_reachable():
         return ()
-    leaves = (leaf for leaf in jax.tree.leaves(abstract) if hasattr(leaf, "sharding"))
-    shardings = _of_each_mesh(getattr(leaf.sharding, "sharding", leaf.sharding) for leaf in leaves)
-    # A leaf that may be on devices, and says not on which, is on all.
-    if any(not isinstance(s, Sharding) or is_abstract(s) for s in shardings):
+    shardings = _of_each_mesh(sharding_of(p) for p in placements if p is not None)
+    if any(map(is_abstract, shardings)):  # as in a plan
         return everyone
     devices = set().union(*(sharding.device_set for sharding in shardings))
     processes = sorted({device.process_index for device in devices})

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 from programs import run_processes
+
+import orbax_safetensors_layout as osl
 
 TOTAL = 2 * 64 * 96 * 4
 
@@ -90,6 +93,21 @@ def test_hosts_with_other_cpus_decide_the_same(path):
 def test_one_process_that_loads_for_itself_waits_for_no_other(path):
     results = run(path, "alone", 2)
     assert results == [[TOTAL, 2, TOTAL], None]
+
+
+def test_a_tree_that_was_saved_on_own_devices_is_loaded_alone(path, tmp_path):
+    array = jax.device_put(np.ones(8, np.float32), jax.devices()[0])
+    osl.save(tmp_path / "saved", {"own": array})
+    assert run(path, "saved", 2, other=str(tmp_path / "saved")) == [[0], None]
+
+
+def test_all_meet_again_after_a_load_that_one_missed(path):
+    first, other = run(path, "retries", 2)
+    assert "PeerError: processes [1] did not finish planning the load within 3 s" in first[0]
+    assert "process 1 failed while planning the load: CheckpointNotFoundError: " in first[1]
+    assert "/nowhere/" in first[1]
+    assert "CheckpointNotFoundError" in other[1]
+    assert first[2:] == other[2:] == ["loaded", "loaded"]
 
 
 def test_processes_without_devices_of_the_tree_take_no_part(path):

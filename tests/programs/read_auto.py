@@ -19,6 +19,7 @@ def main(path, case, other=None):
 
     import numpy as np
     import safetensors
+    from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     import orbax_safetensors_layout as osl
@@ -97,6 +98,25 @@ def main(path, case, other=None):
         return [load(tree(P(), [0]), **slow), len(osl.load(path)), load(tree(P("x"), [0]), **slow)]
     if case == "some":  # the others have nothing of the tree, and do not load it
         return None if process == 1 else load(tree(P(), [0, 2]), **slow)
+    if case == "retries":  # one that process 1 does not begin, or cannot, then all in step
+        texts = []
+        for folder in (None, path + "/nowhere/" + os.path.basename(path), path, path):
+            try:
+                file = folder if process else path
+                if file is not None:
+                    options = osl.ReadOptions(timeout_seconds=3, **slow)
+                    osl.load(file, tree(P()), options=options)
+                texts.append("loaded")
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+            multihost_utils.sync_global_devices("tried")
+        return texts
+    if case == "saved":  # by a process alone, which loads it alone, to where it was saved from
+        if process:
+            return None
+        leaf = jax.ShapeDtypeStruct((8,), np.float32)
+        loaded = osl.load(other, {"own": leaf}, options=osl.ReadOptions(timeout_seconds=3))
+        return [device.id for device in loaded["own"].sharding.device_set]
     began = time.monotonic()
     try:
         if case == "mappings":
