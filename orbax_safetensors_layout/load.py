@@ -315,8 +315,8 @@ def _agree(sourced: _SourcedLoad, planned: _PlannedLoad, group: ProcessGroup) ->
     group.barrier(PLANNING, agree=fingerprint)
     if group.apart:
         logging.warning(
-            "Loading %s: each process reads what it needs, since they load from different paths,"
-            " and what they read may differ: %s",
+            "Loading %s: each process reads all that it needs, since what they exchange might be"
+            " of different checkpoints: %s",
             catalog.path,
             group.apart,
         )
@@ -328,10 +328,12 @@ def _read(
 ) -> tuple[Any, ReadStats]:
     tree, leaves, steps, plans, reader = planned
     values = LeafBuilder(leaves, adopt=reader.adopt)
-    exchange = ReplicaExchange(leaves, values, group)
     check = functools.partial(group.check, LOADING)
     done = []
-    with progress_callback(options.progress) as progress:
+    with (
+        progress_callback(options.progress) as progress,
+        ReplicaExchange(leaves, values, group) as exchange,
+    ):
         report = ProgressReport(progress, sum(plan.needed_bytes for plan in plans))
         for step, plan in zip(steps, plans, strict=True):
             with group.together(LOADING):

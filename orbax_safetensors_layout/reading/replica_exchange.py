@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -52,6 +52,10 @@ from .resolve import ResolvedLeaf
 PLANNING, LOADING = "planning the load", "loading tensors"
 _MOST_IN_FLIGHT = 2  # rounds: one is gathered while the next is put on the devices
 _PAUSE_SECONDS = 0.001
+_GRACE_SECONDS = 1.0
+# Of gathers that a load began before it failed. Other processes may not have begun them, and one
+# would then answer with the next gather of another load.
+_unfinished: list[Sequence[jax.Array]] = []
 
 
 def exchanging(
@@ -296,6 +300,8 @@ def fingerprint_of(
         "concurrency": str(profile.streams),
         "merged adapters": " ".join(name[:16] for name in merged),
     }
+    if nbytes and not _await_unfinished():
+        path += f", and began gathers that did not end (process {jax.process_index()}: restart it)"
     is_auto = options.replicated == "auto"
     if not is_auto:
         assumptions["path"] = path
@@ -331,13 +337,26 @@ class ReplicaExchange:
             collections.deque()
         )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _unfinished.extend(arrays[:1] for _, arrays in self._in_flight)
+
     def begin(self, step: ExchangeStep) -> None:
         """Begins a step, with the gathers of the one before, which all processes have read."""
+        failure: PeerError | None = None
         for round_, buffer in self._rounds:
-            while len(self._in_flight) >= _MOST_IN_FLIGHT:
-                self._land()
+            try:
+                while failure is None and len(self._in_flight) >= _MOST_IN_FLIGHT:
+                    self._land()
+            except PeerError as error:  # others may wait in gathers that they have begun
+                failure = error
             with _gathering():
-                self._in_flight.append((round_, buffer.gather(self._process)))
+                self._in_flight.append((round_, ()))  # nothing tells whether one that fails began
+                self._in_flight[-1] = round_, buffer.gather(self._process)
+        if failure is not None:
+            raise failure
         self._step_leaves = step.leaves
         self._rounds = [
             (r, SendBuffer(r.form)) for r in step.stage if r.form.grid.slots(self._process)
@@ -366,14 +385,18 @@ class ReplicaExchange:
             self._land()
 
     def _land(self) -> None:
-        round_, gathered = self._in_flight.popleft()
+        round_, gathered = self._in_flight[0]
         arrays: tuple[Any, ...] = gathered
+        deadline = time.monotonic() + self._group.timeout_seconds
         with _gathering():
-            while not all(array.is_ready() for array in arrays):
+            while not _are_ready(arrays):
                 self._group.check(LOADING)
+                if time.monotonic() > deadline:
+                    raise self._group.overdue("what other processes read did not come")
                 time.sleep(_PAUSE_SECONDS)
             for array in arrays:
                 array.block_until_ready()
+        self._in_flight.popleft()
         is_direct = round_.form.is_direct
         rows = {} if is_direct else on_host(round_.form, gathered, self._process)
         for lane, item in ((n, item) for n, items in enumerate(round_.lanes) for item in items):
@@ -397,6 +420,19 @@ class ReplicaExchange:
                     numbers.append(number)
                     parts.append(box.view_of(values, whole))
         self._values.take([leaf], numbers, parts)
+
+
+def _await_unfinished() -> bool:
+    """Gives the gathers of failed loads some time to end; returns whether they have."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while _unfinished and time.monotonic() < deadline:
+        _unfinished[:] = [arrays for arrays in _unfinished if not _are_ready(arrays)]
+        time.sleep(_PAUSE_SECONDS)
+    return not _unfinished
+
+
+def _are_ready(arrays: Sequence[Any]) -> bool:
+    return bool(arrays) and all(array.is_ready() for array in arrays)
 
 
 @contextlib.contextmanager

@@ -57,11 +57,6 @@ class _Statement(NamedTuple):
     agree: Sequence[Any] = ()  # its fingerprint
     apart: str = ""  # of a verdict: why each process goes on by itself
 
-    @classmethod
-    def of(cls, process: int, error: BaseException | None, agree: Sequence[Any] = ()) -> Self:
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        return cls(process, text, isinstance(error, PeerError), agree)
-
     @property
     def place(self) -> str:
         return str(self.agree[4]) if self.agree else ""
@@ -72,7 +67,7 @@ class ProcessGroup:
 
     `processes` are all numbers below a count, or some. Operations of one `name`, `purpose` (a verb)
     and `processes` have the same order on all of them; `number` counts these from 1. It leaves out
-    those that a process gave up because others did not come, so that they all meet in the next. A
+    those that a process gave up because others did not come, so that all are in the next one. A
     single process needs no `store`.
     """
 
@@ -107,7 +102,7 @@ class ProcessGroup:
             _counts[purpose, members, name] = self.number
         self._key = f"{operations}/{self.number}/{place}"
         self._step = 0
-        self._is_over = self._has_arrived = False
+        self._is_over = self._has_arrived = self._has_given_up = False
         self._announced = -1
         self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
         self._heartbeat: Heartbeat | None = None
@@ -128,6 +123,10 @@ class ProcessGroup:
         if self._heartbeat is not None:
             self._heartbeat.stop()
         self.close()
+
+    @property
+    def timeout_seconds(self) -> float:
+        return self._timeout_seconds
 
     @property
     def is_leader(self) -> bool:
@@ -163,6 +162,9 @@ class ProcessGroup:
             if error is not None:
                 raise error
             return broadcast
+        if error is not None and self._has_given_up:
+            self.fail(error)
+            raise error
         step, key = self._step, f"{self._key}/{self._step}"
         self._step += 1
         try:
@@ -170,7 +172,7 @@ class ProcessGroup:
                 if broadcast and self.is_leader:
                     self._store.set(f"{key}/broadcast", broadcast)
                 if not self._has_arrived or error is not None:
-                    statement = _Statement.of(self.process_index, error, agree or ())
+                    statement = self._statement(error, agree or ())
                     self._say(self._store, step, statement)
                 self._has_arrived = False
                 if self.is_leader:
@@ -181,7 +183,7 @@ class ProcessGroup:
         except BaseException as problem:
             if self.is_leader:
                 with contextlib.suppress(Exception):  # the first error is raised
-                    self._announce(self._store, step, _Statement.of(self.process_index, problem))
+                    self._announce(self._store, step, self._statement(problem))
             self.fail(error or problem)  # for instance an interrupt, which others do not know of
             if error is not None and not isinstance(error, PeerError):
                 raise error from None
@@ -229,7 +231,7 @@ class ProcessGroup:
                         break
                     self.check(doing)
                     if time.monotonic() > deadline:
-                        raise self._give_up(self._store, missing - known.keys(), doing)
+                        raise self._missing_error(missing - known.keys(), doing)
         return [known[process] for process in self._processes]
 
     def arrive(self, doing: str, agree: Fingerprint) -> None:
@@ -239,7 +241,7 @@ class ProcessGroup:
         """
         if self._store is not None and not self._is_over:
             with self._reaching_others(doing):
-                statement = _Statement.of(self.process_index, None, agree)
+                statement = self._statement(None, agree)
                 self._say(self._store, self._step, statement)
             self._has_arrived = True
 
@@ -295,7 +297,7 @@ class ProcessGroup:
         if self._store is None or self._is_over:
             return
         self._is_over = True
-        statement = _Statement.of(self.process_index, error)
+        statement = self._statement(error)
         with contextlib.suppress(Exception):  # the first error is raised
             if self.is_leader:
                 self._announce(self._store, self._step, statement)
@@ -312,6 +314,11 @@ class ProcessGroup:
                 f" while {doing}; it was probably killed",
                 file=self._path,
             ) from error
+
+    def _statement(self, error: BaseException | None, agree: Sequence[Any] = ()) -> _Statement:
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        follows = isinstance(error, PeerError) and not self._has_given_up
+        return _Statement(self.process_index, text, follows, agree)
 
     def _say(self, store: KeyValueStore, step: int, statement: _Statement) -> None:
         store.renew(self._said(step, self.process_index), json.dumps(statement))
@@ -341,16 +348,23 @@ class ProcessGroup:
     def _dead_processes(self) -> set[int]:
         return set() if self._heartbeat is None else self._heartbeat.dead_processes()
 
-    def _give_up(self, store: KeyValueStore, missing: Iterable[int], doing: str) -> PeerError:
-        """Return the error that others did not come; those that come later are in the next one."""
-        store.renew(f"{self._late}{self.process_index}", str(self.number))
+    def overdue(self, what: str) -> PeerError:
+        """Return the error that `what` did not happen in time, which then fails all.
+
+        Those that come later are in the next operation.
+        """
+        self._has_given_up = True
+        if self._store is not None:
+            self._store.renew(f"{self._late}{self.process_index}", str(self.number))
         return PeerError(
-            f"processes {sorted(missing)} did not finish {doing} within"
-            f" {self._timeout_seconds:g} s",
+            f"{what} within {self._timeout_seconds:g} s",
             file=self._path,
             hint=f"See their logs. All processes of the program must {self._purpose}, so Orbax's"
             " `active_processes` must name all; `timeout_seconds` of the options sets the limit.",
         )
+
+    def _missing_error(self, missing: Iterable[int], doing: str) -> PeerError:
+        return self.overdue(f"processes {sorted(missing)} did not finish {doing}")
 
     def _peer_error(self, verdict: _Statement, doing: str) -> PeerError:
         text = f"process {verdict.process} failed while {doing}: {verdict.error}"
@@ -371,7 +385,7 @@ class ProcessGroup:
                 return verdict
             missing = sorted({*self._processes} - {s.process for s in statements})
             if time.monotonic() > began + self._timeout_seconds:
-                raise self._give_up(store, missing, doing)
+                raise self._missing_error(missing, doing)
             if time.monotonic() > began + _PROMPT_SECONDS:
                 time.sleep(_LONGEST_PAUSE_SECONDS)
                 continue
@@ -389,7 +403,7 @@ class ProcessGroup:
                 if time.monotonic() > deadline:
                     spoke = {statement.process for statement in self._statements(store, step)}
                     missing = {*self._processes} - spoke or {self._processes[0]}
-                    raise self._give_up(store, missing, doing) from error
+                    raise self._missing_error(missing, doing) from error
 
 
 def _parse(text: str) -> _Statement | None:

@@ -116,6 +116,28 @@ def test_processes_without_devices_of_the_tree_take_no_part(path):
     assert results[0] + results[2] == TOTAL
 
 
+def test_after_a_gather_that_not_all_began_nothing_is_exchanged(path):
+    """Its values could be taken for those of the next load."""
+    (first, warned), (other, _) = run(path, "gather fails", 2)
+    assert (
+        "PeerError: process 1 failed while loading tensors: MemoryError: no memory" in first[0][0]
+    )
+    assert first[1] == other[1] == TOTAL
+    assert "began gathers that did not end (process 0: restart it)" in warned[0]
+    for text, _ in (first[2], other[2]):
+        assert "PeerError: process 1 failed while planning the load: it has something else" in text
+        assert "gathers that did not end" in text
+    assert max(seconds for outcomes in (first, other) for _, seconds in outcomes[::2]) < 20
+
+
+def test_a_gather_that_another_does_not_begin_ends_in_time(path):
+    (first, _), (other, _) = run(path, "gather hangs", 2)
+    text, seconds = first[0]
+    assert "PeerError: processes [1] did not finish loading tensors within 2 s" in text
+    assert seconds < 4.5
+    assert "process 0 failed while loading tensors: PeerError: processes [1]" in other[0][0]
+
+
 @pytest.mark.slow
 def test_a_process_that_does_not_come_is_named(path):
     text, seconds = run(path, "missing", 2)[0]

@@ -1,4 +1,5 @@
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ def main(path, case, other=None):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     import orbax_safetensors_layout as osl
+    from orbax_safetensors_layout.reading.all_gather import SendBuffer
 
     records = []
     handler = logging.Handler()
@@ -45,8 +47,7 @@ def main(path, case, other=None):
             for name, value in expected.items()
         }
 
-    def load(abstract, mapping=None, **options):
-        seconds = 5 if case == "missing" else 20
+    def load(abstract, mapping=None, seconds=20, **options):
         options = osl.ReadOptions(timeout_seconds=seconds, **options)
         planned = osl.plan_load(path, abstract, mapping=mapping, options=options).cost()
         read.clear()
@@ -55,7 +56,7 @@ def main(path, case, other=None):
             for shard in array.addressable_shards:
                 part = expected[name][shard.index]
                 assert np.asarray(shard.data).tobytes() == part.tobytes(), name
-        assert case == "steps" or [planned.read_bytes] == read, (planned, read)
+        assert case in ("steps", "gather fails") or [planned.read_bytes] == read, (planned, read)
         return read[0]
 
     if case == "mapped":  # interleaved heads, and blocks with scales; rows are inputs
@@ -111,6 +112,30 @@ def main(path, case, other=None):
                 texts.append(f"{type(error).__name__}: {error}")
             multihost_utils.sync_global_devices("tried")
         return texts
+    if case in ("gather fails", "gather hangs"):
+        gather = SendBuffer.gather
+        numbers = itertools.count(1)
+
+        def broken(buffer, of_process):
+            number = next(numbers)
+            if case == "gather hangs" and number == 1:
+                time.sleep(5)
+            if case == "gather fails" and number == 2:
+                raise MemoryError("no memory")
+            return gather(buffer, of_process)
+
+        if process:
+            SendBuffer.gather = broken
+        outcomes = []
+        for how in ("auto", "auto", "read_once"):
+            began = time.monotonic()
+            try:
+                rounds = {"memory_budget_bytes": 1 << 16} if case == "gather fails" else {}
+                outcomes.append(load(tree(P()), seconds=2, replicated=how, **rounds, **slow))
+            except Exception as error:
+                seconds = time.monotonic() - began
+                outcomes.append((f"{type(error).__name__}: {error}", seconds))
+        return outcomes, [r.getMessage() for r in records if r.levelno == logging.WARNING]
     if case == "saved":  # by a process alone, which loads it alone, to where it was saved from
         if process:
             return None
@@ -128,7 +153,9 @@ def main(path, case, other=None):
             return load(tree(P()), replicated=how, **slow)
         if case == "missing" and process == 1:
             return None
-        load(tree(P()), **(slow if case == "missing" or process else {}))
+        if case == "missing":
+            return load(tree(P()), seconds=5, **slow)
+        load(tree(P()), **(slow if process else {}))
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "loaded"

@@ -536,6 +536,25 @@ def test_whoever_is_slow_but_lives_is_waited_for(store, monkeypatch):
     assert "safetensors-heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_what_is_overdue_for_one_fails_those_that_work(store, guilty):
+    """Though they wait for nobody, and the first process has not said that it failed."""
+
+    def work(group):
+        if group.process_index == guilty:
+            with group.together("a step"):
+                raise group.overdue("what others read did not come")
+        deadline = time.monotonic() + PROMPT_SECONDS
+        while time.monotonic() < deadline:
+            group.check("a step")
+            time.sleep(0.05)
+
+    for process, error in enumerate(together(store, 3, work, name="overdue")):
+        assert isinstance(error, osl.PeerError)
+        assert "what others read did not come within 60 s" in str(error)
+        assert process == guilty or f"process {guilty} failed while a step" in str(error)
+
+
 def test_a_consequence_without_a_cause_is_the_error_of_all(store):
     def work(group):
         error = osl.PeerError("the connection was closed") if group.process_index == 1 else None
