@@ -6,6 +6,7 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Protocol, Self
 
 
@@ -44,6 +45,11 @@ class Cancellation:
         if self.is_given_up():
             self.cancel()
 
+    @property
+    def is_cancelled(self) -> bool:
+        self.check()
+        return self._is_cancelled
+
     def add(self, work: Interruptible) -> None:
         with self._lock:
             self._work.add(work)
@@ -61,3 +67,15 @@ def interrupt_when_cancelled(work: Interruptible) -> Cancellation:
     cancellation = _current.get() or Cancellation()
     cancellation.add(work)
     return cancellation
+
+
+def is_cancellable() -> bool:
+    """Whether somebody may cancel the work of this context."""
+    return _current.get() is not None
+
+
+def check_cancelled() -> None:
+    """Raises `CancelledError` if the work of this context is cancelled."""
+    cancellation = _current.get()
+    if cancellation is not None and cancellation.is_cancelled:
+        raise CancelledError("the work was cancelled")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Self
 from orbax_safetensors_layout.errors import PeerError
 
 from . import heartbeat
+from .cancellation import check_cancelled, is_cancellable
 from .heartbeat import Heartbeat, KeyValueStore
 
 _PREFIX = "orbax_safetensors_layout"
@@ -226,8 +227,9 @@ class ProcessGroup:
                 known.update((int(key.rpartition("/")[2]), value) for key, value in values)
             for process in sorted(missing - known.keys()):
                 while process not in known:
-                    with contextlib.suppress(TimeoutError):
-                        known[process] = self._store.get(f"{prefix}{process}", _WAIT_SECONDS)
+                    text = self._await(self._store, f"{prefix}{process}", deadline)
+                    if text is not None:
+                        known[process] = text
                         break
                     self.check(doing)
                     if time.monotonic() > deadline:
@@ -246,7 +248,11 @@ class ProcessGroup:
             self._has_arrived = True
 
     def check(self, doing: str) -> None:
-        """Raises a `PeerError`, for `barrier`, if another process failed; asks once a second."""
+        """Raises a `PeerError`, for `barrier`, if another process failed; asks once a second.
+
+        Raises at once if the work is cancelled.
+        """
+        check_cancelled()
         now = time.monotonic()
         if self._store is None or self._is_over or now < self._next_check_seconds:
             return
@@ -379,6 +385,7 @@ class ProcessGroup:
         """Waits for the statements of all processes, or the first error; returns the verdict."""
         began = time.monotonic()
         while True:
+            check_cancelled()
             statements = self._statements(store, step)
             verdict = self._verdict(statements)
             if verdict is not None or len(statements) == self.process_count:
@@ -393,17 +400,25 @@ class ProcessGroup:
                 store.get(self._said(step, missing[0]), _LONGEST_PAUSE_SECONDS)
 
     def _await_verdict(self, store: KeyValueStore, step: int, doing: str) -> _Statement | None:
-        # Time for the first process to find out which one is missing.
         deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
-        while True:
-            seconds = min(deadline - time.monotonic(), _WAIT_SECONDS)
-            try:
-                return _parse(store.get(f"{self._key}/{step}/verdict", max(seconds, 0.001)))
-            except TimeoutError as error:
-                if time.monotonic() > deadline:
-                    spoke = {statement.process for statement in self._statements(store, step)}
-                    missing = {*self._processes} - spoke or {self._processes[0]}
-                    raise self._missing_error(missing, doing) from error
+        while (text := self._await(store, f"{self._key}/{step}/verdict", deadline)) is None:
+            if time.monotonic() > deadline:
+                spoke = {statement.process for statement in self._statements(store, step)}
+                raise self._missing_error({*self._processes} - spoke or {self._processes[0]}, doing)
+        return _parse(text)
+
+    def _await(self, store: KeyValueStore, key: str, deadline: float) -> str | None:
+        """Waits for a value, some seconds at most, and not beyond a deadline."""
+        until = min(time.monotonic() + _WAIT_SECONDS, deadline)
+        # A wait in the store cannot be cancelled, and each that ended without its key is kept.
+        most = _LONGEST_PAUSE_SECONDS if is_cancellable() else _WAIT_SECONDS
+        check_cancelled()
+        with contextlib.suppress(TimeoutError):
+            return store.get(key, max(0.001, min(until - time.monotonic(), most)))
+        while (text := store.peek(key)) is None and time.monotonic() < until:
+            check_cancelled()
+            time.sleep(_LONGEST_PAUSE_SECONDS)
+        return text
 
 
 def _parse(text: str) -> _Statement | None:

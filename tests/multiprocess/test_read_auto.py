@@ -130,6 +130,12 @@ def test_after_a_gather_that_not_all_began_nothing_is_exchanged(path):
     assert max(seconds for outcomes in (first, other) for _, seconds in outcomes[::2]) < 20
 
 
+def test_a_load_that_waits_for_others_is_cancelled_at_once(path):
+    cancelled, seconds = run(path, "cancelled", 2)[0]
+    assert cancelled
+    assert seconds < 1
+
+
 def test_a_gather_that_another_does_not_begin_ends_in_time(path):
     (first, _), (other, _) = run(path, "gather hangs", 2)
     text, seconds = first[0]

@@ -1,3 +1,4 @@
+import asyncio
 import importlib
 import itertools
 import logging
@@ -20,6 +21,7 @@ def main(path, case, other=None):
 
     import numpy as np
     import safetensors
+    from etils import epath
     from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -112,6 +114,25 @@ def main(path, case, other=None):
                 texts.append(f"{type(error).__name__}: {error}")
             multihost_utils.sync_global_devices("tried")
         return texts
+    if case == "cancelled":  # while the other process does not come
+        if process:
+            return None
+
+        async def load_v1():
+            folder = epath.Path(path).parent
+            return await (await osl.SafetensorsLayout().load(folder, None, tree(P())))
+
+        async def cancelled():
+            with osl.using(read=osl.ReadOptions(timeout_seconds=60, **slow)):
+                task = asyncio.ensure_future(load_v1())
+                await asyncio.sleep(0.5)
+                assert not task.done()
+                began = time.monotonic()
+                task.cancel()
+                await asyncio.wait([task])
+            return task.cancelled(), time.monotonic() - began
+
+        return asyncio.run(cancelled())
     if case in ("gather fails", "gather hangs"):
         gather = SendBuffer.gather
         numbers = itertools.count(1)
