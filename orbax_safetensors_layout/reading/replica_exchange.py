@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -248,7 +249,7 @@ def fingerprint_of(
     merged = () if mapping is None else mapping.merged
     digest = hashlib.sha256(repr([*merged]).encode())
     numbers: dict[int, int] = {}
-    files = {file: file.removeprefix(catalog.path) for file in (*catalog.files, "")}
+    files = {f: f.removeprefix(catalog.path).lstrip("/") for f in (*catalog.files, "")}
 
     def add(value: object) -> None:
         digest.update(repr(value).encode())
@@ -257,17 +258,6 @@ def fingerprint_of(
         if id(shared) not in numbers:
             add(shared)
         return numbers.setdefault(id(shared), len(numbers))
-
-    def stored_place(source: ArraySource) -> str:
-        """Return where values are stored, and as what."""
-        if isinstance(source, MappedSource):
-            entries = [source.tensors[name] for name in source.leaf.sources()]
-        else:
-            entries = [source.entry]
-        return "\n".join(
-            f"{name}\n{files[file]}\n{dtype.code}{shape}{start}"
-            for name, dtype, shape, file, start, _ in entries
-        )
 
     nbytes = 0
     for step in steps:
@@ -279,7 +269,7 @@ def fingerprint_of(
                 for leaf, boxes, offset in lane:
                     region = leaves[leaf].region
                     what = number(region.dtype), number(boxes), offset
-                    texts.append(f"{what}{region.name}\n{stored_place(region.source)}")
+                    texts.append(f"{what}{region.name}\n{_stored_place(region.source, files)}")
                 digest.update("\n".join(texts).encode())
         nbytes += sum(round_.form.gathered_bytes for round_ in step.stage)
     if nbytes and mapping is not None:
@@ -312,6 +302,7 @@ def fingerprint_of(
         "All processes must load the same tree from the same checkpoint, with the same options and"
         " the same adapters merged.",
         [f"{name}={value}" for name, value in assumptions.items()],
+        parts=functools.partial(_described, leaves, files),
         place=path if is_auto else "",
     )
 
@@ -420,6 +411,27 @@ class ReplicaExchange:
                     numbers.append(number)
                     parts.append(box.view_of(values, whole))
         self._values.take([leaf], numbers, parts)
+
+
+def _stored_place(source: ArraySource, files: Dict[str, str]) -> str:
+    """Return where values are stored, and as what, with the names that files are shown by."""
+    if isinstance(source, MappedSource):
+        entries = [source.tensors[name] for name in source.leaf.sources()]
+    else:
+        entries = [source.entry]
+    return "\n".join(
+        f"{name} {dtype.code} {shape} at {start} {files[file]}"
+        for name, dtype, shape, file, start, _ in entries
+    )
+
+
+def _described(leaves: Sequence[ResolvedLeaf], files: Dict[str, str]) -> list[str]:
+    """Return a line for each leaf, by name."""
+    return [
+        f"leaf {region.name!r} {region.dtype} {region.source.shape} on {abstract.placement}, of"
+        f" {_stored_place(region.source, files)}".replace("\n", ", ")
+        for _, abstract, region in sorted(leaves, key=lambda leaf: leaf.region.name)
+    ]
 
 
 def _await_unfinished() -> bool:

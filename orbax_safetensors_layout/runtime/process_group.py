@@ -8,7 +8,9 @@ process that was killed: `jax.distributed` notices after 100 s
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -16,7 +18,7 @@ import urllib.parse
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 from orbax_safetensors_layout.errors import PeerError
@@ -31,6 +33,7 @@ _PROMPT_SECONDS = 1.0  # of a step; the store keeps each wait that ended without
 _CHECK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0  # for the first process to say who is missing
 _WAIT_SECONDS = 5.0  # a wait in the store cannot be interrupted
+_MOST_SHOWN = 300  # characters of a part
 _KEPT_GROUPS = 64  # no process is so many operations behind another
 
 _counts: Counter[tuple[str, str, str]] = Counter()  # by purpose, processes and name
@@ -46,6 +49,7 @@ class Fingerprint(NamedTuple):
     description: str  # of each process, for the error
     demand: str  # on all of them
     assumptions: Sequence[str] = ()  # that the value follows from; the error has those that differ
+    parts: Callable[[], Sequence[str]] = tuple  # for the error, which has the first that differ
     place: str = ""  # of what it is; processes of different places go apart, which fails nothing
 
 
@@ -57,6 +61,7 @@ class _Statement(NamedTuple):
     follows: bool = False  # whether the error follows from that of another process
     agree: Sequence[Any] = ()  # its fingerprint
     apart: str = ""  # of a verdict: why each process goes on by itself
+    differs: bool = False  # of a verdict: whether the process has something else than the first
 
     @property
     def place(self) -> str:
@@ -104,6 +109,7 @@ class ProcessGroup:
         self._key = f"{operations}/{self.number}/{place}"
         self._step = 0
         self._is_over = self._has_arrived = self._has_given_up = False
+        self._parts: Callable[[], Sequence[str]] = tuple
         self._announced = -1
         self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
         self._heartbeat: Heartbeat | None = None
@@ -173,7 +179,7 @@ class ProcessGroup:
                 if broadcast and self.is_leader:
                     self._store.set(f"{key}/broadcast", broadcast)
                 if not self._has_arrived or error is not None:
-                    statement = self._statement(error, agree or ())
+                    statement = self._statement(error, agree)
                     self._say(self._store, step, statement)
                 self._has_arrived = False
                 if self.is_leader:
@@ -321,10 +327,15 @@ class ProcessGroup:
                 file=self._path,
             ) from error
 
-    def _statement(self, error: BaseException | None, agree: Sequence[Any] = ()) -> _Statement:
+    def _statement(
+        self, error: BaseException | None, agree: Fingerprint | None = None
+    ) -> _Statement:
+        if agree is not None:
+            self._parts = agree.parts
         text = None if error is None else f"{type(error).__name__}: {error}"
         follows = isinstance(error, PeerError) and not self._has_given_up
-        return _Statement(self.process_index, text, follows, agree)
+        digest = () if agree is None else (*agree[:4], agree.place)
+        return _Statement(self.process_index, text, follows, digest)
 
     def _say(self, store: KeyValueStore, step: int, statement: _Statement) -> None:
         store.renew(self._said(step, self.process_index), json.dumps(statement))
@@ -374,7 +385,31 @@ class ProcessGroup:
 
     def _peer_error(self, verdict: _Statement, doing: str) -> PeerError:
         text = f"process {verdict.process} failed while {doing}: {verdict.error}"
+        if verdict.differs:
+            with contextlib.suppress(Exception):  # the others may have ended
+                text += self._difference(verdict.process)
         return PeerError(text, file=self._path)
+
+    def _difference(self, other: int) -> str:
+        """Say which parts of the first process and another one are the first that differ."""
+        store, first = self._store, self._processes[0]
+        assert store is not None
+        parts, said = f"{self._key}/differs/{other}", f"{self._key}/differs/text"
+        if self.process_index == other:
+            packed = zlib.compress("\n".join(self._parts()).encode("utf-8", "surrogateescape"))
+            store.renew(parts, base64.b64encode(packed).decode())
+        if not self.is_leader:
+            return store.get(said, 3 * _GRACE_SECONDS).rstrip()
+        packed = base64.b64decode(store.get(parts, 2 * _GRACE_SECONDS))
+        theirs = zlib.decompress(packed).decode("utf-8", "surrogateescape").splitlines()
+        pairs = itertools.zip_longest(self._parts(), theirs, fillvalue="no more")
+        pair = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        text = " "
+        if pair is not None:
+            own, its = (f"{part:.{_MOST_SHOWN}}" for part in pair)
+            text = f" The first difference: process {first} has {own}; process {other} has {its}."
+        store.renew(said, text)
+        return text.rstrip()
 
     def _announce(self, store: KeyValueStore, step: int, verdict: _Statement | None) -> None:
         if step > self._announced:
@@ -456,5 +491,5 @@ def _disagreement(statements: Sequence[_Statement], purpose: str) -> _Statement 
         if other.agree[:1] != first.agree[:1]:
             has = f"{_possession(first, other)}; {_possession(other, first)}"
             text = f"it has something else to {purpose}: {has}. {first.agree[2]}"
-            return _Statement(other.process, text)
+            return _Statement(other.process, text, differs=True)
     return None

@@ -63,12 +63,20 @@ def test_processes_that_load_from_other_paths_exchange_nothing(path, tmp_path, l
 
 
 @pytest.mark.parametrize(
-    ("case", "text"), [("mappings", "has 1 leaves"), ("kinds", "by replicated='read_once', path=")]
+    ("case", "first", "other"),
+    [
+        ("mappings", "leaf 'a' float32 (64, 96)", "leaf 'a' float32 (64, 96)"),
+        ("mappings", ", of a F32 (64, 96) at ", ", of b F32 (64, 96) at "),
+        ("trees", "leaf 'a' float32 (64, 96)", "leaf 'b' float32 (64, 96)"),
+        ("kinds", " by replicated='auto'; ", " by replicated='read_once', path="),
+    ],
 )
-def test_what_is_exchanged_must_be_the_same(path, case, text):
+def test_what_is_exchanged_must_be_the_same(path, case, first, other):
     for said, seconds in run(path, case, 2):
         assert "PeerError: process 1 failed while planning the load: it has something else" in said
-        assert text in said
+        assert ("The first difference: process 0 has leaf 'a' " in said) == (case != "kinds")
+        assert first in said
+        assert other in said.partition(first)[2]
         assert seconds < 20
 
 

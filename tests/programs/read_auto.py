@@ -169,6 +169,9 @@ def main(path, case, other=None):
             rules = [osl.rule("a", osl.tensor("b" if process else "a"))]
             mapping = osl.Mapping(rules, ignore=["*"])
             return load({"a": tree(P())["a"]}, mapping, **slow)
+        if case == "trees":
+            name = "b" if process else "a"
+            return load({name: tree(P())[name]}, **slow)
         if case == "kinds":
             how = "read_once" if process else "auto"
             return load(tree(P()), replicated=how, **slow)

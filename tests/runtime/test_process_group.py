@@ -139,8 +139,32 @@ def test_a_process_without_its_constant_is_missing(store, monkeypatch):
         assert "[1] did not finish naming within 0.5 s" in str(error)
 
 
-def _fingerprint(text):
-    return Fingerprint(text, f"a tree of {text}", "All must have the same.")
+def _fingerprint(text, parts=()):
+    return Fingerprint(text, f"a tree of {text}", "All must have the same.", parts=lambda: parts)
+
+
+@pytest.mark.parametrize(("one", "two"), [(["a", "b"], ["a", "c"]), (["a", "b"], ["a"]), ([], [])])
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_first_part_that_differs_is_in_the_errors_of_all(store, one, two, waits):
+    def work(group):
+        is_other = group.process_index == 2
+        fingerprint = _fingerprint("two" if is_other else "one", two if is_other else one)
+        if waits:
+            group.barrier("planning", agree=fingerprint)
+        group.arrive("planning", fingerprint)
+        deadline = time.monotonic() + PROMPT_SECONDS
+        while time.monotonic() < deadline:
+            group.check("loading")
+            time.sleep(0.05)
+
+    its = two[1] if two[1:] else "no more"
+    expected = (
+        f" All must have the same. The first difference: process 0 has b; process 2 has {its}"
+    )
+    for error in together(store, 3, work, name="parts"):
+        assert isinstance(error, osl.PeerError)
+        assert "process 0 has a tree of one; process 2 has a tree of two." in str(error)
+        assert (expected in str(error)) == bool(one)
 
 
 def test_who_has_arrived_waits_for_no_end_of_another(store):
