@@ -17,7 +17,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.format import DIGESTS
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import GIB, PathLike, ReadOptions, given_or_default
-from orbax_safetensors_layout.plan import Cost, ReadPlan, array_sources
+from orbax_safetensors_layout.plan import Cost, ReadPlan, array_sources, exchange_cost
 from orbax_safetensors_layout.pytree import AbstractTree, HostLeaf
 from orbax_safetensors_layout.reading import (
     LOADING,
@@ -272,15 +272,12 @@ def _plan(
         mmap=options.mmap,
     )
     plans = [
-        dataclasses.replace(
-            # The gaps between exchanged regions are read by other processes.
-            reader.plan(
-                step.reads, joins_gaps=not step.stage and options.replicated != "read_once"
-            ),
-            exchanged_bytes=step.received_bytes(shards.process_index),
-        )
+        # The gaps between exchanged regions are read by other processes.
+        reader.plan(step.reads, joins_gaps=not step.stage and options.replicated != "read_once")
         for step in steps
     ]
+    exchanged = exchange_cost((step.stage for step in steps), shards.process_index)
+    plans[0] = dataclasses.replace(plans[0], exchange=exchanged)
     return _PlannedLoad(tree, leaves, steps, plans, reader)
 
 

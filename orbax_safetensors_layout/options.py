@@ -18,12 +18,16 @@ PathLike = str | os.PathLike[str]
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
+_CALL_SECONDS = 1e-5  # of a request, in the interpreter and the system
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageProfile:
     """The cost model of a storage class, for read plans.
 
-    A gap between two needed ranges is read through when `gap / bandwidth < latency`. The latency of
-    local files is that of a system call and the interpreter (4 to 9 us measured), not the disk's.
+    A gap between two needed ranges is read through when that takes less time than a request. The
+    latency of local files is that of a system call and the interpreter (4 to 9 us measured), not
+    the disk's.
     """
 
     latency_seconds: float  # time of one more request, without its bytes
@@ -35,11 +39,18 @@ class StorageProfile:
     modelled_concurrency: int | None = None  # the same in cost models, see `streams`
     least_request_bytes: int = 1 * MIB  # long ranges are split no further
     shared_bytes_per_second: float = 25e9  # of all hosts together
+    streams_share: bool = False  # the bandwidth: then it is also that of all streams of a host
 
     @property
     def max_gap_bytes(self) -> int:
-        """The largest gap that is cheaper to read than to skip."""
-        return int(self.latency_seconds * self.bandwidth_bytes_per_second)
+        """The largest gap that is cheaper to read than to skip.
+
+        Streams that share a bandwidth wait for storage together, but what a host does for each
+        request follows one after the other.
+        """
+        own = min(self.latency_seconds, _CALL_SECONDS)
+        waiting = (self.latency_seconds - own) / (self.streams if self.streams_share else 1)
+        return int((own + waiting) * self.bandwidth_bytes_per_second)
 
     @property
     def streams(self) -> int:
@@ -94,6 +105,7 @@ _LOCAL = StorageProfile(
     concurrency=min(32, max(_LEAST_LOCAL, 2 * (os.cpu_count() or 1))),
     modelled_concurrency=_LEAST_LOCAL,
     cached_concurrency=min(32, max(2, os.cpu_count() or 1)),
+    streams_share=True,
 )
 
 PROFILES: Mapping[str, StorageProfile] = {

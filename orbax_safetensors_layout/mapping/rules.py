@@ -127,7 +127,14 @@ class Mapping:
         check_mapping(source)
         mapping = copy.copy(self)
         mapping._source = source if self._source is None else self._source.over(source)
+        mapping.merged = (*self.merged, *source.merged)
         return mapping
+
+    def chain(self) -> Iterator[Mapping]:
+        """Yields the mapping, and those that it is over in turn."""
+        yield self
+        if self._source is not None:
+            yield from self._source.chain()
 
     def bind(self, checkpoint: Checkpoint, leaves: LeafShapes | None = None) -> BoundMapping:
         """Return each leaf as an expression over a checkpoint's tensors: the loading direction.

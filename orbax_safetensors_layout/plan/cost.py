@@ -111,7 +111,7 @@ class HostRate(NamedTuple):
         if bytes_per_second is None:
             stream = profile.bandwidth_bytes_per_second
             many = min(stream * profile.streams, _NETWORK_BYTES_PER_SECOND / processes_per_host)
-            bytes_per_second = stream / processes_per_host if kind == "local" else many
+            bytes_per_second = stream / processes_per_host if profile.streams_share else many
         request_seconds = profile.latency_seconds / profile.streams
         exchange = exchange_profile(platform, processes_per_host)
         return cls(request_seconds, bytes_per_second, profile.shared_bytes_per_second, exchange)

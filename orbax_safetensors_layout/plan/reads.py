@@ -42,7 +42,6 @@ class ReadPlan:
     exchange: Cost = dataclasses.field(
         default_factory=Cost
     )  # what an exchange with other processes adds
-    exchanged_bytes: int = 0  # bytes that the devices of the process get from those of others
 
     def groups(self) -> Iterator[RequestGroup]:
         """Yields regions that are read together, in the order in which they are."""
@@ -78,7 +77,6 @@ class ReadPlan:
             leaves=tuple(leaves),
             batches=tuple(in_turn),
             exchange=sum((plan.exchange for plan in plans), Cost()),
-            exchanged_bytes=sum(plan.exchanged_bytes for plan in plans),
         )
 
     @property
@@ -121,8 +119,6 @@ class ReadPlan:
             requests=requests,
             files=len({batch.file for batch in self.batches}),
             peak_host_bytes=staging + min(held, most_held),
-            exchanged_bytes=self.exchanged_bytes,
-            gathered_bytes=self.exchanged_bytes,
         )
         return own + self.exchange
 

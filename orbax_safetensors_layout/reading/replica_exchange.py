@@ -117,10 +117,6 @@ class ExchangeStep(NamedTuple):
     reads: RegionReads  # the reads of these boxes
     stage: Stage  # the rounds that exchange them; none for what is not exchanged
 
-    def received_bytes(self, process: int) -> int:
-        """Bytes that the devices of a process get from others."""
-        return sum(step.form.received_bytes(process) for step in self.stage)
-
 
 def steps_of(
     catalog: Catalog,
@@ -273,7 +269,8 @@ def fingerprint_of(
                 digest.update("\n".join(texts).encode())
         nbytes += sum(round_.form.gathered_bytes for round_ in step.stage)
     if nbytes and mapping is not None:
-        digest.update("\n".join(map(described_rule, mapping.rules)).encode())
+        for part in mapping.chain():
+            digest.update("\n".join(map(described_rule, part.rules)).encode())
     if nbytes and catalog.layout == "sharded" and (manifest := catalog.manifest()) is not None:
         add(manifest.pieces and (manifest.pieces.save_id, manifest.pieces.files))
     profile = options.profile(catalog.storage.kind)

@@ -75,6 +75,9 @@ def test_every_process_reads_and_exchanges_what_its_own_plan_says(
             assert cost.tensors == expected.tensors
             assert cost.needed_bytes == expected.needed_bytes
             assert cost.exchanged_bytes == expected.exchanged_bytes
+            assert cost.gathered_bytes == expected.gathered_bytes
+            assert cost.exchange_rounds == expected.exchange_rounds
+            assert cost.exchange_programs == expected.exchange_programs
             assert cost.files == expected.files
             if replicated == "auto":
                 assert cost.read_bytes == expected.read_bytes

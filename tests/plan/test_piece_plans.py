@@ -377,7 +377,9 @@ def test_packed_elements_stay_where_they_are():
 
 
 def test_requests_to_a_far_storage_share_no_job_where_no_gaps_are_joined():
-    far = dataclasses.replace(LOCAL, latency_seconds=0.05, bandwidth_bytes_per_second=1e3)
+    far = dataclasses.replace(
+        LOCAL, latency_seconds=0.05, bandwidth_bytes_per_second=1e3, streams_share=False
+    )
     columns = made_up(shape=(32, 400), code="U8")
     near = [made_up(f"{i}", (8,), "U8", start=columns.stop + 20 * i) for i in range(4)]
     local = AddressableShards((Box((0, 0), (32, 100)),), (False,))

@@ -82,11 +82,12 @@ def test_gaps_are_read_through_by_the_cost_model(tmp_path):
         tensor.shape, tensor.dtype, sharding=NamedSharding(abstract_mesh, PartitionSpec(None, "x"))
     )
 
-    def cost(latency_bytes):
+    def cost(latency_bytes, concurrency=1):
         options = osl.ReadOptions(
             replicated="each",
             latency_seconds={"local": latency_bytes},
             bandwidth_bytes_per_second={"local": 1.0},
+            concurrency=concurrency,
         )
         plan = osl.plan_load(path, {"t": leaf}, options=options, process_index=1, process_count=4)
         return plan.cost()
@@ -99,6 +100,9 @@ def test_gaps_are_read_through_by_the_cost_model(tmp_path):
         15 * 1024 + 256,
         1,
     )
+    # Requests that wait together, for a disk that they share, cost a share of the time each.
+    assert cost(8 * 767, 8).requests == 16
+    assert cost(8 * 769, 8).requests == 1
 
 
 def test_small_tensors_share_a_request(tmp_path):
