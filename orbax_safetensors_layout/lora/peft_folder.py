@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog import compile_pattern
-from orbax_safetensors_layout.errors import FormatError, MappingError, listed
+from orbax_safetensors_layout.errors import (
+    FormatError,
+    MappingError,
+    SafetensorsLayoutError,
+    listed,
+)
 from orbax_safetensors_layout.format import TensorEntry, short_repr
 from orbax_safetensors_layout.mapping import (
     BoundExpr,
@@ -142,6 +147,8 @@ class PeftFolder:
         try:
             square = None if decoded else functools.partial(self._is_transposed, name, specs)
             kernel = self._low_rank(module, operand, expert, half, square)
+        except SafetensorsLayoutError:
+            raise
         except ValueError as error:
             raise MappingError(
                 f"the adapter's tensors do not fit {name!r}: {error}",

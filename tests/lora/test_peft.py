@@ -147,8 +147,10 @@ def test_square_weights_whose_layout_the_configuration_does_not_tell(
         lora |= low_rank(name, max(shape), min(shape))
     base = base_of(tmp_path / "base", weights)
     path = adapter(tmp_path / "lora", lora, fan_in_fan_out=flag)
-    with pytest.raises(osl.MappingError, match="fan_in_fan_out does not hold"):
+    with pytest.raises(osl.MappingError, match="fan_in_fan_out does not hold") as error:
         osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+    assert "transposed=" in str(error.value)
+    assert "Take the base" not in str(error.value)
     for patterns in ((), [f"*{square}"]):
         mapping = osl.peft.merge(None, path, base=base, transposed=patterns)
         delta = change(lora, square, 1.5)
