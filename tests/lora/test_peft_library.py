@@ -159,6 +159,23 @@ def test_a_trained_embedding_whose_head_stays_the_bases_is_refused(torch, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_tied_head_takes_its_change_where_the_embedding_stands_in(torch, tmp_path, is_saved):
+    config = {"target_modules": ["q_proj", "lm_head"]}
+    sizes = {**SMALL, "tie_word_embeddings": True}
+    model = trained(torch, "LlamaConfig", sizes, config, tmp_path)
+    model.save_pretrained(tmp_path / "lora", save_embedding_layers=is_saved)
+    head = model.base_model.model.lm_head
+    table = head.base_layer.weight.detach().numpy()
+    expected = table + head.get_delta_weight("default").detach().numpy()
+    base = str(tmp_path / "base")
+    family = osl.families.mapping(base, target="plain", untie=True)
+    loaded = osl.load(base, mapping=osl.peft.merge(family, tmp_path / "lora"))
+    np.testing.assert_allclose(loaded["lm_head.kernel"].T, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(loaded["embed_tokens.embedding"], table)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_peft_opens_a_saved_adapter(torch, tmp_path):
     import peft
     import transformers

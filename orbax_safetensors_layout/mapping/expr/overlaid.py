@@ -85,14 +85,15 @@ def overlaid(rules: Sequence[Rule], overlay: Overlay) -> tuple[tuple[Rule, ...],
     """Return rules whose tensors are changed, and the names of the changes that these take."""
     taken: set[str] = set()
 
-    def of(expr: Expr, name: str) -> Expr:
-        matches = overlay.matches(name)
-        taken.update(matches)
-        return Overlaid(expr, name, overlay) if matches else expr
+    def walk(expr: Any, stands_for: str = "") -> Any:
+        def of(expr: Expr, name: str) -> Expr:
+            name = stands_for if stands_for and overlay.matches(stands_for) else name
+            matches = overlay.matches(name)
+            taken.update(matches)
+            return Overlaid(expr, name, overlay) if matches else expr
 
-    def walk(expr: Any) -> Any:
         if isinstance(expr, tuple):
-            return tuple(map(walk, expr))
+            return tuple(walk(part, stands_for) for part in expr)
         if not isinstance(expr, Expr):
             return expr
         if isinstance(expr, Overlaid):  # by another overlay, whose change comes first
@@ -103,10 +104,14 @@ def overlaid(rules: Sequence[Rule], overlay: Overlay) -> tuple[tuple[Rule, ...],
             return of(expr, expr.first.name)
         if isinstance(expr, Either) and all(map(overlay.replaces, expr.first.patterns())):
             return walk(expr.first)
+        if isinstance(expr, Either):  # what stands in for a tensor has the change of that
+            other = walk(expr.other, _plain_name(next(expr.first.patterns(), "")))
+            return dataclasses.replace(expr, first=walk(expr.first), other=other)
         if isinstance(expr, Compute) and not isinstance(expr.kernel, OpaqueFunction):
             return of(expr, _plain_name(next(expr.patterns(), "")))
         fields = {field.name: getattr(expr, field.name) for field in dataclasses.fields(expr)}  # type: ignore[arg-type]
-        return dataclasses.replace(expr, **{name: walk(value) for name, value in fields.items()})  # type: ignore[type-var]
+        fields = {name: walk(value, stands_for) for name, value in fields.items()}
+        return dataclasses.replace(expr, **fields)  # type: ignore[type-var]
 
     changed = tuple(dataclasses.replace(rule, expr=walk(rule.expr)) for rule in rules)
     return changed, taken
