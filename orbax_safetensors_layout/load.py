@@ -276,7 +276,7 @@ def _plan(
         reader.plan(step.reads, joins_gaps=not step.stage and options.replicated != "read_once")
         for step in steps
     ]
-    exchanged = exchange_cost((step.stage for step in steps), shards.process_index)
+    exchanged = exchange_cost([step.stage for step in steps], shards.process_index)
     plans[0] = dataclasses.replace(plans[0], exchange=exchanged)
     return _PlannedLoad(tree, leaves, steps, plans, reader)
 

@@ -74,6 +74,14 @@ class LeafPlan(NamedTuple):
         return self._replace(read=read, blocks=tuple(blocks))
 
 
+class FileOrder(NamedTuple):
+    """The order of a box's values in the files, for those who may read parts of it."""
+
+    strides: tuple[int, ...]  # bytes from one element to the next along each dimension
+    joint_axes: tuple[int, ...] = ()  # dimensions that are read as a whole, whatever is needed
+    is_decoded: bool = False  # whether values are composed of several reads
+
+
 class StoredSource(NamedTuple):
     """A tensor as it is stored; `catalog` locates its pieces, if it is stored in pieces."""
 
@@ -109,13 +117,8 @@ class StoredSource(NamedTuple):
         """Return bytes from one element to the next along each dimension of a box."""
         return _byte_strides(self.shape, self.entry.dtype.bits)
 
-    def joint_axes(self, box: Box, strides: Sequence[int]) -> tuple[int, ...]:
-        """Return the dimensions of a box that are read as a whole, whatever part is needed."""
-        return ()
-
-    def is_decoded(self, box: Box) -> bool:
-        """Whether values of a box are composed of several reads."""
-        return False
+    def file_order(self, box: Box) -> FileOrder:
+        return FileOrder(self.strides(box))
 
     def plan(
         self, name: str, local: AddressableShards, dtype: np.dtype, block_bytes: int
@@ -144,10 +147,11 @@ def _once_for_similar(method: Callable[..., T]) -> Callable[..., T]:
         model, call = self.leaf.model, (method, *args)
         if model.cached is None:
             return method(self, *args)
-        if call not in model.cached:
+        try:
+            result: T = model.cached[call]
+        except KeyError:
             first = MappedSource(LeafExpr.of_model(model), self.tensors)
-            model.cached[call] = method(first, *args)
-        result: T = model.cached[call]
+            result = model.cached[call] = method(first, *args)
         return result
 
     return cached
@@ -231,7 +235,14 @@ class MappedSource(NamedTuple):
         return tuple(apart)
 
     @_once_for_similar
-    def joint_axes(self, box: Box, strides: Sequence[int]) -> tuple[int, ...]:
+    def file_order(self, box: Box) -> FileOrder | None:
+        """Return the order of a box's values; None where nothing is read, or always all."""
+        strides = self.strides(box)
+        if strides is None:
+            return None
+        return FileOrder(strides, self._joint_axes(box, strides), self.is_decoded(box))
+
+    def _joint_axes(self, box: Box, strides: Sequence[int]) -> tuple[int, ...]:
         """Return the dimensions of a box that are read as a whole, whatever part is needed.
 
         Of heads that are decoded, one element of each takes the rows of all elements.

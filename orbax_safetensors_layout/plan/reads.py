@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
@@ -167,14 +167,22 @@ class ReadPlan:
         return f"{text}; exchange {rate.exchange_text()}" if cost.exchanged_bytes else text
 
 
-def exchange_cost(stages: Iterable[Stage], process: int) -> Cost:
+def exchange_cost(stages: Sequence[Stage], process: int) -> Cost:
     """Return what exchanges add to the cost of a process."""
-    forms = [step.form for stage in stages for step in stage if step.form.grid.slots(process)]
-    return Cost(
-        exchanged_bytes=sum(form.received_bytes(process) for form in forms),
-        gathered_bytes=sum(len(form.grid.slots(process)) * form.gathered_bytes for form in forms),
-        exchange_rounds=len(forms),
-        exchange_programs=len(set(map(id, forms))),
+    forms = {id(step.form): step.form for stage in stages for step in stage}
+    counts = collections.Counter(id(step.form) for stage in stages for step in stage)
+    return sum(
+        (
+            Cost(
+                exchanged_bytes=counts[number] * form.received_bytes(process),
+                gathered_bytes=counts[number] * slots * form.gathered_bytes,
+                exchange_rounds=counts[number],
+                exchange_programs=1,
+            )
+            for number, form in forms.items()
+            if (slots := len(form.grid.slots(process)))
+        ),
+        Cost(),
     )
 
 

@@ -176,21 +176,21 @@ def _stages(
     shared = SharedLeaves(exchange, merges=catalog.layout == "hf")
     for (leaf, replicas), *others in tied.values():
         placement, source, dtype = leaf.abstract.placement, leaf.region.source, leaf.region.dtype
-        strides = source.strides(replicas.boxes[0])
-        if strides is None:
+        order = source.file_order(replicas.boxes[0])
+        if order is None:
             continue
         shared.add(
             leaf.number,
             replicas,
             source.shape,
-            strides,
+            order.strides,
             dtype,
             source.place,
-            stored_bytes=source.stored_bytes,
+            stored_bytes=sizes[leaf.number],
             in_device_memory=isinstance(placement, Sharding) and _is_default_memory(placement),
             tied=tuple(other.number for other, _ in others),
-            joint_axes=source.joint_axes(replicas.boxes[0], strides),
-            is_decoded=source.is_decoded(replicas.boxes[0]),
+            joint_axes=order.joint_axes,
+            is_decoded=order.is_decoded,
         )
     return plan_exchange(shared, *exchange)
 

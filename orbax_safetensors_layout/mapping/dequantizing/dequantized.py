@@ -129,14 +129,16 @@ def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
         reads.append(entry)
         return read(entry)
 
+    with_inputs = any(name.endswith(INPUT_SCALE[1:]) for name in entries)
+    beside = (INPUT_SCALE,) if with_inputs else ()
+    parts_of = {scheme.name: (*scheme.parts, *beside) for scheme in _SCHEMES}
     by_module = len(settings.blocks()) > 1
     similar: dict[object, Expr] = {}  # of weights of which nothing is read
     weights: dict[str, DecodedWeight] = {}
     unread: set[str] = set()
     for name, entry in entries.items():
         for scheme, plain in _candidates(name, entry):
-            beside = (*scheme.parts, INPUT_SCALE)
-            parts = [entries.get(joined_name(plain, part)) for part in beside]
+            parts = [entries.get(joined_name(plain, part)) for part in parts_of[scheme.name]]
             if not scheme.fits(parts):
                 continue
             named = _wildcards(plain)
