@@ -126,7 +126,7 @@ WITH_HEADS = """
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), every(3, itertools.product(WITH_HEADS.split(), (True, False)))
+    ("name", "tied"), every(5, itertools.product(WITH_HEADS.split(), (True, False)))
 )
 def test_heads_of_files_as_transformers_takes_them(tmp_path, name, tied):
     saved = make(name, tmp_path / "made", dtype="float32", tie_word_embeddings=tied)
