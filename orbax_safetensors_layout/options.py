@@ -16,8 +16,6 @@ import numpy as np
 PathLike = str | os.PathLike[str]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
-
 _CALL_SECONDS = 1e-5  # of a request, in the interpreter and the system
 
 

@@ -139,7 +139,7 @@ def estimate(
         path=place,
         mesh=mesh,
         profile=profile,
-        rate=HostRate.of(profile, kind, host_bandwidth),
+        rate=HostRate.of(profile, host_bandwidth),
         storage=kind,
         checkpoint_bytes=nbytes,
         checkpoint_files=files,

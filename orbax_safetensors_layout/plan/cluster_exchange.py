@@ -54,9 +54,8 @@ def plan_cluster_exchange(
         buffered = np.zeros(processes, np.int64)
         for step in stage:
             of_column = step.column_bytes(box_bytes)
-            owners = np.array(
-                step.form.grid.processes
-            )  # [boxes, columns] the process of each device
+            # The process of each device: [boxes, columns].
+            owners = np.array(step.form.grid.processes)
             devices = np.bincount(owners.reshape(-1), minlength=processes)
             for total, each in ((read, of_column), (requests, -(-of_column // request_bytes))):
                 weights = np.broadcast_to(each, owners.shape).reshape(-1)

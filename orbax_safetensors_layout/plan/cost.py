@@ -97,7 +97,6 @@ class HostRate(NamedTuple):
     def of(
         cls,
         profile: StorageProfile,
-        kind: str,
         bytes_per_second: float | None = None,
         *,
         platform: str = "",

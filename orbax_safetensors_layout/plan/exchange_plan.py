@@ -135,7 +135,7 @@ class ExchangePolicy(NamedTuple):
             limits = limits._replace(together_bytes=options.memory_budget_bytes)
         if options.replicated == "read_once":
             return cls(limits, None)
-        storage = HostRate.of(profile, kind, processes_per_host=processes_per_host)
+        storage = HostRate.of(profile, processes_per_host=processes_per_host)
         rates = ExchangeRates(storage, exchange_profile(platform, processes_per_host))
         return cls(limits, rates)
 

@@ -21,6 +21,8 @@ from .leaf_reads import ComposedArray, LeafRead
 from .planner import BUNDLES_IN_BUDGET, RegionPlanner
 from .regions import ByteRegion, TileKey
 
+_NOTHING = Cost()
+
 
 class Batch(NamedTuple):
     """Regions of a file, by offset, that are read before those of the next batch."""
@@ -39,9 +41,7 @@ class ReadPlan:
     profile: StorageProfile  # the cost model that the requests were made with
     memory_budget_bytes: int  # bound on what is held beyond the arrays
     adopt: bool  # whether the arrays keep the buffers they are made of, as on the CPU backend
-    exchange: Cost = dataclasses.field(
-        default_factory=Cost
-    )  # what an exchange with other processes adds
+    exchange: Cost = _NOTHING  # what an exchange with other processes adds
 
     def groups(self) -> Iterator[RequestGroup]:
         """Yields regions that are read together, in the order in which they are."""
@@ -123,9 +123,8 @@ class ReadPlan:
         return own + self.exchange
 
     def _rate(self, bytes_per_second: float | None = None) -> HostRate:
-        kind = "" if any("://" in batch.file for batch in self.batches) else "local"
         platform = "cpu" if self.adopt else ""
-        return HostRate.of(self.profile, kind, bytes_per_second, platform=platform)
+        return HostRate.of(self.profile, bytes_per_second, platform=platform)
 
     def seconds(self, bytes_per_second: float | None = None) -> float:
         """Estimate the time of the process's share, on a host of its own.
