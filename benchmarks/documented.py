@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the comparisons whose figures the README and docs show, all from one commit.
 
-    python benchmarks/documented.py FOLDER              about an hour; 15 GB of disk
+    python benchmarks/documented.py FOLDER              two hours on an idle machine; 50 GB of disk
     python benchmarks/documented.py FOLDER --quick      the same with small sizes, once each
 
 Each program's report is put into FOLDER when it ends, and all into `all.md`, with the commit.
@@ -26,12 +26,14 @@ class Part(NamedTuple):
     Attributes:
         name: Of its report.
         command: The program and what it is given.
-        sized: Whether it takes a folder, sizes and repetitions.
+        sizes: What it is given besides, where not the folder of files and repetitions.
+        quick: That of a quick run, where not the folder and `--quick`.
     """
 
     name: str
     command: tuple[str, ...]
-    sized: bool = True
+    sizes: tuple[str, ...] = ("--dir", "FILES", "--repeat", "REPEAT")
+    quick: tuple[str, ...] = ("--dir", "FILES", "--quick")
 
 
 def _only(*rows: str) -> tuple[str, ...]:
@@ -40,6 +42,10 @@ def _only(*rows: str) -> tuple[str, ...]:
 
 _FOUR = ("dim0", "dim1", "2d", "replicated")
 _LARGE = ("ours", "builtin", "load_file", "ocdbt")
+
+_SMALL_CLUSTER = ("--only", "llama", "--layers", "2", "--meshes", "4 x 2")
+_EXCHANGES = ("--dir", "FILES/exchange")
+_SMALL_EXCHANGES = (*_EXCHANGES, "--processes", "2", "--megabytes", "2", "--repeat", "1")
 
 PARTS = (
     Part(
@@ -92,17 +98,25 @@ PARTS = (
         "remote",
         ("remote.py", "--scale", "0.25", "--bandwidth", "2e6", "--repeat", "1"),
     ),
-    Part("plan", ("plan.py",), sized=False),
-    Part("apply", ("apply.py",), sized=False),
-    Part("export", ("export.py",), sized=False),
+    Part("plan", ("plan.py",), (), ()),
+    Part("plan-deepseek", ("plan.py", "--model", "deepseek-dequantized"), (), ("--repeat", "1")),
+    Part("plan-kimi", ("plan.py", "--model", "kimi-dequantized"), (), ("--repeat", "1")),
+    Part("cluster-reads", ("cluster_reads.py", "--hosts", "4"), (), _SMALL_CLUSTER),
+    Part("convert", ("convert.py",), ("FILES/convert",), ("FILES/convert", "--gigabytes", "0.5")),
+    Part("apply", ("apply.py",), (), ("--scale", "0.1")),
+    Part("export", ("export.py",), (), ("--scale", "0.1")),
+    Part("exchange-local", ("exchange.py", "--only", "local"), _EXCHANGES, _SMALL_EXCHANGES),
+    Part("exchange-far", ("exchange.py", "--only", "far"), _EXCHANGES, _SMALL_EXCHANGES),
 )
 
 
 def report(part: Part, folder: Path, *, quick: bool, repeat: int) -> str:
     """Run a program, and return what it printed, with its command and what it took."""
-    program, *own = part.command
-    sizes = ["--quick"] if quick else ["--repeat", str(repeat)]
-    command = [program, *(["--dir", str(folder / "files"), *sizes] if part.sized else ()), *own]
+    sizes = part.quick if quick else part.sizes
+    command = [
+        word.replace("FILES", str(folder / "files")).replace("REPEAT", str(repeat))
+        for word in (*part.command, *sizes)
+    ]
     began = time.monotonic()
     print("...", *command, file=sys.stderr, flush=True)
     done = subprocess.run(
@@ -112,7 +126,7 @@ def report(part: Part, folder: Path, *, quick: bool, repeat: int) -> str:
     )
     took = time.monotonic() - began
     outcome = "" if done.returncode == 0 else f", exit status {done.returncode}"
-    shown = " ".join((*part.command, *(("--quick",) if quick else ())))
+    shown = " ".join(command).replace(str(folder), "FOLDER")
     return f"## {part.name}\n\n`{shown}`: {took:.0f} s{outcome}\n\n{done.stdout}\n"
 
 
