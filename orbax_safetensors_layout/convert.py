@@ -140,8 +140,8 @@ def convert(
             may be abstract. The chunks of an Orbax checkpoint, or the pieces of layout `sharded`,
             are then the shards. It does not count for format `"hf"`.
         spec: Rules such as `"'.*kernel' = fsdp,tensor"`, of which the first that matches a name
-            counts, and what none matches is replicated; by default every array is split along the
-            largest dimension that the mesh divides.
+            counts, and what none matches is replicated; by default `"'.*' = auto"`: every array but
+            vectors is split along the outermost dimension that the most devices divide.
         processes: How many processes that mesh has; each has a file in layout `sharded`.
         step: A step of the source. An Orbax target is then the same step below `target`.
         item: An item of the source; by default the only one, `default` or `state`.

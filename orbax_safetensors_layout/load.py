@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.errors import PeerError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import DIGESTS
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import GIB, PathLike, ReadOptions, given_or_default
@@ -84,8 +84,8 @@ def load(
         abstract: The tree to load; see `pytree.AbstractTree`. Where a leaf's dtype is not
             the file's, values are cast; a cast to integers that do not hold the values, or of a
             64-bit value that JAX cannot hold because x64 is off, is an error. Leaves that are jax
-            arrays and name no sharding are replicated on all devices. Without a tree, a flat dict
-            of numpy arrays comes back.
+            arrays and name no sharding are replicated on all devices. Without a tree, what was
+            saved comes back; of a checkpoint of others a flat dict of numpy arrays.
         mapping: What the leaves are made of; without one each leaf is the tensor of its name. A
             shard of a mapped leaf reads only its own bytes.
         only: Without an abstract tree or a mapping: glob patterns of the tensors to load
@@ -310,6 +310,12 @@ def _agree(sourced: _SourcedLoad, planned: _PlannedLoad, group: ProcessGroup) ->
         group.arrive(PLANNING, fingerprint)  # each reads by itself, and nobody waits for another
         return True
     group.barrier(PLANNING, agree=fingerprint)
+    if group.apart and options.replicated == "read_once":
+        raise PeerError(
+            f"processes cannot exchange what they read: {group.apart}",
+            file=catalog.path,
+            hint="Load with replicated='auto' or 'each', or give all processes one path.",
+        )
     if group.apart:
         logging.warning(
             "Loading %s: each process reads all that it needs, since what they exchange might be"

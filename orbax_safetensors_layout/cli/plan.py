@@ -72,7 +72,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--shared-bandwidth",
         type=argument(parse_size),
-        help="of the storage, for all hosts together; default: no limit",
+        help="of the storage, for all hosts together; default 25GB/s",
     )
     add(
         "--replicated",

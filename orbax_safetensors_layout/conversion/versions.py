@@ -334,6 +334,12 @@ class VersionedStorage(WrappedStorage):
                     nbytes -= self._kept.popitem(last=False)[1].nbytes
             return values
 
+    def version(self, file: str) -> str | None:
+        version = super().version(file)
+        if file not in self._in_file:
+            return version
+        return repr((version, *(difference.digest() for difference in self._differences)))
+
     def content_key(self, file: str) -> str | None:
         return None if file in self._in_file else super().content_key(file)
 

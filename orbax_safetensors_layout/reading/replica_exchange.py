@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import PeerError, redact_urls
+from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.mapping import Mapping, described_rule
 from orbax_safetensors_layout.options import ReadOptions
@@ -42,7 +43,7 @@ from orbax_safetensors_layout.sharding import (
     is_abstract,
     sharding_of,
 )
-from orbax_safetensors_layout.storage import LocalStorage
+from orbax_safetensors_layout.storage import LocalStorage, read_range
 
 from ._jax import DistributedStore
 from .all_gather import SendBuffer, on_host
@@ -53,6 +54,7 @@ from .resolve import ResolvedLeaf
 PLANNING, LOADING = "planning the load", "loading tensors"
 _MOST_IN_FLIGHT = 2  # rounds: one is gathered while the next is put on the devices
 _PAUSE_SECONDS = 0.001
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of local files, by which hosts tell whether theirs are equal
 _GRACE_SECONDS = 1.0
 # Of gathers that a load began before it failed. Other processes may not have begun them, and one
 # would then answer with the next gather of another load.
@@ -240,7 +242,8 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Return a digest of the plan, equal on all processes before anything is exchanged.
 
-    Of what is exchanged it has all that the values follow from but the bytes of the files.
+    Of what is exchanged it has all that the values follow from; of the files' bytes their version,
+    or a sample where there is none.
     """
     merged = () if mapping is None else mapping.merged
     digest = hashlib.sha256(repr([*merged]).encode())
@@ -256,6 +259,7 @@ def fingerprint_of(
         return numbers.setdefault(id(shared), len(numbers))
 
     nbytes = 0
+    entries: list[TensorEntry] = []  # of what is exchanged
     for step in steps:
         add(len(step.stage))  # after each all processes wait for each other
         for form, lanes in step.stage:
@@ -265,14 +269,14 @@ def fingerprint_of(
                 for leaf, boxes, offset in lane:
                     region = leaves[leaf].region
                     what = number(region.dtype), number(boxes), offset
-                    texts.append(f"{what}{region.name}\n{_stored_place(region.source, files)}")
+                    stored = _entries(region.source)
+                    texts.append(f"{what}{region.name}\n{_stored_places(stored, files)}")
+                    entries += stored
                 digest.update("\n".join(texts).encode())
         nbytes += sum(round_.form.gathered_bytes for round_ in step.stage)
     if nbytes and mapping is not None:
         for part in mapping.chain():
             digest.update("\n".join(map(described_rule, part.rules)).encode())
-    if nbytes and catalog.layout == "sharded" and (manifest := catalog.manifest()) is not None:
-        add(manifest.pieces and (manifest.pieces.save_id, manifest.pieces.files))
     profile = options.profile(catalog.storage.kind)
     path = redact_urls(catalog.path)
     if isinstance(catalog.storage, LocalStorage):  # a link may lead elsewhere on each host
@@ -289,10 +293,7 @@ def fingerprint_of(
     }
     if nbytes and not _await_unfinished():
         path += f", and began gathers that did not end (process {jax.process_index()}: restart it)"
-    is_auto = options.replicated == "auto"
-    if not is_auto:
-        assumptions["path"] = path
-        add(path)
+    add(options.replicated)
     return Fingerprint(
         digest.hexdigest(),
         f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas, in {len(steps)} steps",
@@ -300,7 +301,8 @@ def fingerprint_of(
         " the same adapters merged.",
         [f"{name}={value}" for name, value in assumptions.items()],
         parts=functools.partial(_described, leaves, files),
-        place=path if is_auto else "",
+        content=_content(catalog, entries, files),
+        place=path,
     )
 
 
@@ -410,23 +412,54 @@ class ReplicaExchange:
         self._values.take([leaf], numbers, parts)
 
 
-def _stored_place(source: ArraySource, files: Dict[str, str]) -> str:
-    """Return where values are stored, and as what, with the names that files are shown by."""
+def _entries(source: ArraySource) -> list[TensorEntry]:
+    """Return the tensors that values are made of."""
     if isinstance(source, MappedSource):
-        entries = [source.tensors[name] for name in source.leaf.sources()]
-    else:
-        entries = [source.entry]
+        return [source.tensors[name] for name in source.leaf.sources()]
+    return [source.entry]
+
+
+def _stored_places(entries: Iterable[TensorEntry], files: Dict[str, str]) -> str:
+    """Return where tensors are stored, and as what, with the names that files are shown by."""
     return "\n".join(
         f"{name} {dtype.code} {shape} at {start} {files[file]}"
         for name, dtype, shape, file, start, _ in entries
     )
 
 
+def _content(catalog: Catalog, entries: Sequence[TensorEntry], files: Dict[str, str]) -> str:
+    """Return a digest that tells apart the bytes of tensors that are exchanged, if there are some.
+
+    It has the versions of files, as far as their storage knows them; of local files, since each
+    host may have its own, a sample of the bytes; of pieces the save that made them.
+    """
+    if not entries:
+        return ""
+    if catalog.layout == "sharded":
+        manifest = catalog.manifest()
+        pieces = manifest and manifest.pieces
+        return _short_digest(pieces and (pieces.save_id, pieces.files))
+    storage = catalog.storage
+    by_place = [*{(entry.file, entry.start): entry for entry in entries}.values()]
+    versions = {files[f]: storage.version(f) for f in {entry.file for entry in by_place}}
+    sample = []
+    if isinstance(storage, LocalStorage):
+        for entry in by_place[:: -(-len(by_place) // _SAMPLES)]:
+            nbytes = min(_SAMPLE_BYTES, entry.nbytes)
+            start = entry.start + (entry.nbytes - nbytes) // 2
+            sample.append(read_range(storage, entry.file, start, nbytes))
+    return _short_digest((sorted(versions.items()), sample))
+
+
+def _short_digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
 def _described(leaves: Sequence[ResolvedLeaf], files: Dict[str, str]) -> list[str]:
     """Return a line for each leaf, by name."""
     return [
         f"leaf {region.name!r} {region.dtype} {region.source.shape} on {abstract.placement}, of"
-        f" {_stored_place(region.source, files)}".replace("\n", ", ")
+        f" {_stored_places(_entries(region.source), files)}".replace("\n", ", ")
         for _, abstract, region in sorted(leaves, key=lambda leaf: leaf.region.name)
     ]
 

@@ -50,7 +50,11 @@ class Fingerprint(NamedTuple):
     demand: str  # on all of them
     assumptions: Sequence[str] = ()  # that the value follows from; the error has those that differ
     parts: Callable[[], Sequence[str]] = tuple  # for the error, which has the first that differ
-    place: str = ""  # of what it is; processes of different places go apart, which fails nothing
+    content: str = ""  # of files that the value does not tell apart; must be the same, too
+    place: str = ""  # of these; processes of different places go apart, which fails nothing
+
+
+_CONTENT, _PLACE = 4, 5  # in what a statement agrees to
 
 
 class _Statement(NamedTuple):
@@ -62,10 +66,6 @@ class _Statement(NamedTuple):
     agree: Sequence[Any] = ()  # its fingerprint
     apart: str = ""  # of a verdict: why each process goes on by itself
     differs: bool = False  # of a verdict: whether the process has something else than the first
-
-    @property
-    def place(self) -> str:
-        return str(self.agree[4]) if self.agree else ""
 
 
 class ProcessGroup:
@@ -334,7 +334,7 @@ class ProcessGroup:
             self._parts = agree.parts
         text = None if error is None else f"{type(error).__name__}: {error}"
         follows = isinstance(error, PeerError) and not self._has_given_up
-        digest = () if agree is None else (*agree[:4], agree.place)
+        digest = () if agree is None else (*agree[:4], agree.content, agree.place)
         return _Statement(self.process_index, text, follows, digest)
 
     def _say(self, store: KeyValueStore, step: int, statement: _Statement) -> None:
@@ -355,7 +355,7 @@ class ProcessGroup:
         failure = _first_failure(statements, follows=False)
         if len(statements) == self.process_count:
             failure = failure or _first_failure(statements, follows=True)
-            return failure or _parting(statements) or _disagreement(statements, self._purpose)
+            return failure or _disagreement(statements, self._purpose) or _parting(statements)
         dead = self._dead_processes() - {statement.process for statement in statements}
         if failure is None and dead:
             text = f"no sign of life for {heartbeat.SILENCE_SECONDS:g} s; it was probably killed"
@@ -474,16 +474,6 @@ def _first_failure(statements: Sequence[_Statement], *, follows: bool) -> _State
     return min(failures, default=None)
 
 
-def _parting(statements: Sequence[_Statement]) -> _Statement | None:
-    """Return the verdict that all go apart, if a place is not the first one's."""
-    first, *others = sorted(statements)
-    for other in others:
-        if first.place and other.place and first.place != other.place:
-            text = f"process {first.process} has {first.place}, process {other.process} has"
-            return _Statement(other.process, apart=f"{text} {other.place}")
-    return None
-
-
 def _disagreement(statements: Sequence[_Statement], purpose: str) -> _Statement | None:
     """Return the failure of a process whose fingerprint is not the first one's."""
     first, *others = sorted(statements)
@@ -492,4 +482,30 @@ def _disagreement(statements: Sequence[_Statement], purpose: str) -> _Statement 
             has = f"{_possession(first, other)}; {_possession(other, first)}"
             text = f"it has something else to {purpose}: {has}. {first.agree[2]}"
             return _Statement(other.process, text, differs=True)
+    for other, _ in _different(statements, _CONTENT):
+        has = "; ".join(
+            f"process {s.process} has {s.agree[_PLACE]} (content {s.agree[_CONTENT]})"
+            for s in (first, other)
+        )
+        return _Statement(other.process, f"its files are others: {has}. {first.agree[2]}")
     return None
+
+
+def _parting(statements: Sequence[_Statement]) -> _Statement | None:
+    """Return the verdict that all go apart, if a place is not the first one's."""
+    first = min(statements)
+    for other, (has, its) in _different(statements, _PLACE):
+        text = f"process {first.process} has {has}, process {other.process} has {its}"
+        return _Statement(other.process, apart=text)
+    return None
+
+
+def _different(
+    statements: Sequence[_Statement], field: int
+) -> Iterator[tuple[_Statement, tuple[str, str]]]:
+    """Yield those of which a field of the fingerprint is not the first one's, and both values."""
+    first, *others = sorted(statements)
+    for other in others:
+        has, its = (str(s.agree[field]) if s.agree else "" for s in (first, other))
+        if has and its and has != its:
+            yield other, (has, its)

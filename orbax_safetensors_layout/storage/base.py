@@ -143,6 +143,10 @@ class Storage(RangeReader, Protocol):
     def modified_seconds(self, file: str) -> float:
         """Return when `file` was last written, in seconds since the epoch."""
 
+    def version(self, file: str) -> str | None:
+        """Return the version of the content that is pinned, the same on every host; or None."""
+        return None
+
     def content_key(self, file: str) -> str | None:
         """Return a name of the content that is pinned, without credentials; None if it has none.
 

@@ -138,10 +138,14 @@ class CloudStorage(Storage):
         if got != total:
             raise ConnectionError(f"the body has {got} bytes instead of {total}")
 
-    def content_key(self, file: str) -> str | None:
+    def version(self, file: str) -> str | None:
         seen = self._look(file)
         version = seen.tag if (seen.tag or "").startswith('"') else seen.version
-        return f"{self._service} {file} {version} {seen.size}" if version else None
+        return f"{version} {seen.size}" if version else None
+
+    def content_key(self, file: str) -> str | None:
+        version = self.version(file)
+        return f"{self._service} {file} {version}" if version else None
 
     @functools.cached_property
     def _service(self) -> str:

@@ -114,10 +114,14 @@ class RemoteStorage(Storage):
             first = memoryview(bytearray(1))
             self._retrier.run(lambda: remote.fetch(0, [first]), "looking at it again", file)
 
-    def content_key(self, file: str) -> str | None:
+    def version(self, file: str) -> str | None:
         remote = self._file(file)
         self._size(remote)
-        return remote.content_key
+        return remote.version
+
+    def content_key(self, file: str) -> str | None:
+        version = self.version(file)
+        return f"{self._file(file).identity} {version}" if version else None
 
     def remember(self, notes: Notes) -> None:
         self._notes = notes
@@ -177,9 +181,9 @@ class RemoteFile:
         self._versions: dict[str, str] = {}
 
     @property
-    def content_key(self) -> str | None:
+    def version(self) -> str | None:
         version = self._address.version or self.tag
-        return f"{self.identity} {version} {self.size}" if version else None
+        return f"{version} {self.size}" if version else None
 
     def open(self) -> None:
         """Makes one attempt to fetch `head`, from which the size is known."""

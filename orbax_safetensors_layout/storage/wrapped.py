@@ -37,6 +37,9 @@ class WrappedStorage(Storage):
     def modified_seconds(self, file: str) -> float:
         return self._storage.modified_seconds(file)
 
+    def version(self, file: str) -> str | None:
+        return self._storage.version(file)
+
     def content_key(self, file: str) -> str | None:
         return self._storage.content_key(file)
 

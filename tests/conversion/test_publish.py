@@ -26,6 +26,8 @@ from sampling import every
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
+from orbax_safetensors_layout.conversion.versions import PublishedVersions
+from orbax_safetensors_layout.storage import open_storage
 
 INDEX = "model.safetensors.index.json"
 
@@ -62,6 +64,20 @@ def test_each_version_is_pulled_as_arrays(published):
         assert pulled.version == number
         assert as_bytes(pulled.tree) == expected
     assert osl.pull(folder).version == 8
+
+
+def test_versions_of_one_whole_one_are_told_apart(published):
+    """So that processes that pull different ones do not exchange parts of both."""
+    folder, seen = published
+    storage, root = open_storage(folder)
+    with storage:
+        versions = PublishedVersions(storage, root)
+        known = []
+        for number in seen:
+            catalog = versions.catalog(versions.chain(number, None), None)
+            known.append(tuple(catalog.storage.version(file) for file in catalog.files))
+    assert len({*known}) == len(seen) - 1  # of the two whole ones the files tell
+    assert known[0] == known[4]
 
 
 @pytest.mark.parametrize("order", [(8,), (1, 2, 3, 4, 5, 6, 7, 8), (3, 8, 2, 2, 7, 5, 6, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -46,20 +47,54 @@ def test_what_is_cheap_is_read_by_each_and_what_is_dear_once(path, processes):
         assert read[label] == TOTAL, label
 
 
+def link(folder, path):
+    """Make a link to the folder of a path, and return the path through it."""
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(Path(path).parent)
+    return str(folder / Path(path).name)
+
+
 @pytest.mark.parametrize("linked", [False, True])
-def test_processes_that_load_from_other_paths_exchange_nothing(path, tmp_path, linked):
-    """As hosts do that disagree on the latest step of a run, or whose links differ."""
-    other = write(tmp_path, 1)
+def test_processes_that_load_copies_at_other_paths_exchange_nothing(path, tmp_path, linked):
+    first, other = path, write(tmp_path, 0)
     if linked:
-        folders = [tmp_path / str(process) / "latest" for process in range(2)]
-        for folder, target in zip(folders, (path, other), strict=True):
-            folder.parent.mkdir()
-            folder.symlink_to(Path(target).parent)
-        path, other = (str(folder / "model.safetensors") for folder in folders)
-    for read, warned in run(path, "steps", 2, other=other):
-        assert read == [TOTAL, TOTAL // 2, TOTAL]
+        first, other = (link(tmp_path / str(n) / "latest", p) for n, p in enumerate((path, other)))
+    for (*read, refused), warned in run(first, "places", 2, other=other):
+        assert read == [TOTAL, TOTAL // 2]
         assert len(warned) == 1
         assert f"process 0 has {Path(path).resolve()}, process 1 has " in warned[0], warned
+        assert "PeerError: processes cannot exchange what they read: process 0 has " in refused
+
+
+def test_links_to_one_folder_are_one_path(path, tmp_path):
+    results = run(path, "places", 2, other=link(tmp_path / "run" / "latest", path))
+    assert [sum(read) for read in zip(*(outcomes for outcomes, _ in results), strict=True)] == [
+        TOTAL,
+        TOTAL,
+        TOTAL,
+    ]
+
+
+@pytest.mark.parametrize("case", ["places", "hosts"])
+def test_processes_that_have_other_files_exchange_nothing(path, tmp_path, case):
+    """As of hosts that disagree on the latest step of a run, or have two versions at one path."""
+    for outcomes, warned in run(path, case, 2, other=write(tmp_path, 1)):
+        assert outcomes[1] == TOTAL // 2
+        assert warned == []
+        for text in outcomes[::2]:
+            assert "process 1 failed while planning the load: its files are others: " in text
+            said = re.findall("process ([01]) has [^ ]+ .content ([0-9a-f]+)", text)
+            assert [number for number, _ in said] == ["0", "1"], text
+            assert said[0][1] != said[1][1]
+
+
+def test_hosts_with_copies_at_one_path_exchange(path, tmp_path):
+    results = run(path, "hosts", 2, other=write(tmp_path, 0))
+    assert [sum(read) for read in zip(*(outcomes for outcomes, _ in results), strict=True)] == [
+        TOTAL,
+        TOTAL,
+        TOTAL,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +103,7 @@ def test_processes_that_load_from_other_paths_exchange_nothing(path, tmp_path, l
         ("mappings", "leaf 'a' float32 (64, 96)", "leaf 'a' float32 (64, 96)"),
         ("mappings", ", of a F32 (64, 96) at ", ", of b F32 (64, 96) at "),
         ("trees", "leaf 'a' float32 (64, 96)", "leaf 'b' float32 (64, 96)"),
-        ("kinds", " by replicated='auto'; ", " by replicated='read_once', path="),
+        ("kinds", " by replicated='auto'; ", " by replicated='read_once'. "),
     ],
 )
 def test_what_is_exchanged_must_be_the_same(path, case, first, other):
@@ -133,7 +168,7 @@ def test_after_a_gather_that_not_all_began_nothing_is_exchanged(path):
     assert first[1] == other[1] == TOTAL
     assert "began gathers that did not end (process 0: restart it)" in warned[0]
     for text, _ in (first[2], other[2]):
-        assert "PeerError: process 1 failed while planning the load: it has something else" in text
+        assert "PeerError: processes cannot exchange what they read: process 0 has " in text
         assert "gathers that did not end" in text
     assert max(seconds for outcomes in (first, other) for _, seconds in outcomes[::2]) < 20
 

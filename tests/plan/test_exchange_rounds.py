@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.format import DTYPES
+from orbax_safetensors_layout.format import DTYPES, TensorEntry
 from orbax_safetensors_layout.geometry import cover, row_major_strides
 from orbax_safetensors_layout.plan import ExchangeLimits, ExchangePolicy, SharedLeaf, plan_exchange
 from orbax_safetensors_layout.reading import ExchangeStep, fingerprint_of
@@ -137,10 +137,10 @@ def test_processes_read_equally_much_each_from_its_own_files(shape):
 def test_processes_that_read_in_other_steps_are_told_apart():
     """As with other memory budgets: the rounds are the same, but they would wait for each other."""
     leaves = shared(32, (512, 1024))
-    entry = SimpleNamespace(entry=("t", DTYPES["F32"], (), "folder/file", 0, 4))
+    entry = SimpleNamespace(entry=TensorEntry("t", DTYPES["F32"], (), "folder/file", 0, 4))
     regions = [SimpleNamespace(name=str(n), dtype=F32, source=entry) for n in range(len(leaves))]
     resolved = [SimpleNamespace(region=region) for region in regions]
-    storage = SimpleNamespace(kind="local")
+    storage = SimpleNamespace(kind="local", version=lambda file: None)
     catalog = SimpleNamespace(path="folder", files=["folder/file"], storage=storage, layout="hf")
     plans = [
         plan_exchange(leaves, NO_LIMITS),

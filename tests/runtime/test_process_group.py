@@ -167,6 +167,28 @@ def test_the_first_part_that_differs_is_in_the_errors_of_all(store, one, two, wa
         assert (expected in str(error)) == bool(one)
 
 
+@pytest.mark.parametrize("contents", ["aaa", "aab"])
+def test_processes_of_other_places_go_apart_but_not_with_other_content(store, contents):
+    def work(group):
+        number = group.process_index
+        fingerprint = _fingerprint("one")._replace(content=contents[number], place=f"/{number}")
+        group.barrier("planning", agree=fingerprint)
+        group.barrier("loading")  # of processes that have gone apart waits for nobody
+        return group.apart
+
+    outcomes = together(store, 3, work, name="places")
+    if contents == "aaa":
+        assert outcomes == ["process 0 has /0, process 1 has /1"] * 3
+    else:
+        for error in outcomes:
+            assert isinstance(error, osl.PeerError)
+            assert "process 2 failed while planning: its files are others: " in str(error)
+            assert (
+                "process 0 has /0 (content a); process 2 has /2 (content b). All must have the same"
+                in str(error)
+            )
+
+
 def test_who_has_arrived_waits_for_no_end_of_another(store):
     """Process 1 ends, though process 2 works until it has."""
     ended = threading.Event()

@@ -158,6 +158,25 @@ def test_a_file_knows_when_it_was_written(place):
         assert storage.modified_seconds(join(folder, "f")) > 1.7e9
 
 
+@on_what_changes
+def test_a_version_is_of_the_content_however_it_is_reached(remote):
+    def version():
+        storage, folder = opened(remote)
+        with storage:
+            file = join(folder, "f")
+            known = storage.version(file), storage.content_key(file)
+            assert (known[0] is None) == (known[1] is None)
+            return known[0], file
+
+    remote.put("f", DATA)
+    first, file = version()
+    assert version() == (first, file)
+    assert first is not None
+    assert file not in first
+    remote.put("f", DATA[::-1])
+    assert version()[0] != first
+
+
 def test_many_threads_read_at_once(place):
     place.put("f", DATA)
     storage, folder = opened(place)
