@@ -115,7 +115,7 @@ def report(part: Part, folder: Path, *, quick: bool, repeat: int) -> str:
     sizes = part.quick if quick else part.sizes
     command = [
         word.replace("FILES", str(folder / "files")).replace("REPEAT", str(repeat))
-        for word in (*part.command, *sizes)
+        for word in (part.command[0], *sizes, *part.command[1:])
     ]
     began = time.monotonic()
     print("...", *command, file=sys.stderr, flush=True)
