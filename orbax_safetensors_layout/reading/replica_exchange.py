@@ -43,7 +43,7 @@ from orbax_safetensors_layout.sharding import (
     is_abstract,
     sharding_of,
 )
-from orbax_safetensors_layout.storage import LocalStorage, read_range
+from orbax_safetensors_layout.storage import LocalStorage
 
 from ._jax import DistributedStore
 from .all_gather import SendBuffer, on_host
@@ -447,7 +447,7 @@ def _content(catalog: Catalog, entries: Sequence[TensorEntry], files: Dict[str, 
         for entry in by_place[:: -(-len(by_place) // _SAMPLES)]:
             nbytes = min(_SAMPLE_BYTES, entry.nbytes)
             start = entry.start + (entry.nbytes - nbytes) // 2
-            sample.append(read_range(storage, entry.file, start, nbytes))
+            sample.append(storage.sample(entry.file, start, nbytes))
     return _short_digest((sorted(versions.items()), sample))
 
 
