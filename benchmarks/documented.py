@@ -43,7 +43,8 @@ def _only(*rows: str) -> tuple[str, ...]:
 _FOUR = ("dim0", "dim1", "2d", "replicated")
 _LARGE = ("ours", "builtin", "load_file", "ocdbt")
 
-_SMALL_CLUSTER = ("--only", "llama", "--layers", "2", "--meshes", "4 x 2")
+_CLUSTER = ("--dir", "FILES/cluster")
+_SMALL_CLUSTER = (*_CLUSTER, "--only", "llama", "--layers", "2", "--meshes", "4 x 2")
 _EXCHANGES = ("--dir", "FILES/exchange")
 _SMALL_EXCHANGES = (*_EXCHANGES, "--processes", "2", "--megabytes", "2", "--repeat", "1")
 
@@ -101,7 +102,7 @@ PARTS = (
     Part("plan", ("plan.py",), (), ()),
     Part("plan-deepseek", ("plan.py", "--model", "deepseek-dequantized"), (), ("--repeat", "1")),
     Part("plan-kimi", ("plan.py", "--model", "kimi-dequantized"), (), ("--repeat", "1")),
-    Part("cluster-reads", ("cluster_reads.py", "--hosts", "4"), (), _SMALL_CLUSTER),
+    Part("cluster-reads", ("cluster_reads.py", "--hosts", "4"), _CLUSTER, _SMALL_CLUSTER),
     Part("convert", ("convert.py",), ("FILES/convert",), ("FILES/convert", "--gigabytes", "0.5")),
     Part("apply", ("apply.py",), (), ("--scale", "0.1")),
     Part("export", ("export.py",), (), ("--scale", "0.1")),
