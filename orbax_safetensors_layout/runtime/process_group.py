@@ -482,30 +482,26 @@ def _disagreement(statements: Sequence[_Statement], purpose: str) -> _Statement 
             has = f"{_possession(first, other)}; {_possession(other, first)}"
             text = f"it has something else to {purpose}: {has}. {first.agree[2]}"
             return _Statement(other.process, text, differs=True)
-    for other, _ in _different(statements, _CONTENT):
+    if (changed := _different(statements, _CONTENT)) is not None:
         has = "; ".join(
             f"process {s.process} has {s.agree[_PLACE]} (content {s.agree[_CONTENT]})"
-            for s in (first, other)
+            for s in (first, changed)
         )
-        return _Statement(other.process, f"its files are others: {has}. {first.agree[2]}")
+        return _Statement(changed.process, f"its files are others: {has}. {first.agree[2]}")
     return None
 
 
 def _parting(statements: Sequence[_Statement]) -> _Statement | None:
     """Return the verdict that all go apart, if a place is not the first one's."""
-    first = min(statements)
-    for other, (has, its) in _different(statements, _PLACE):
-        text = f"process {first.process} has {has}, process {other.process} has {its}"
-        return _Statement(other.process, apart=text)
-    return None
+    other = _different(statements, _PLACE)
+    if other is None:
+        return None
+    both = min(statements), other
+    text = ", ".join(f"process {s.process} has {s.agree[_PLACE]}" for s in both)
+    return _Statement(other.process, apart=text)
 
 
-def _different(
-    statements: Sequence[_Statement], field: int
-) -> Iterator[tuple[_Statement, tuple[str, str]]]:
-    """Yield those of which a field of the fingerprint is not the first one's, and both values."""
-    first, *others = sorted(statements)
-    for other in others:
-        has, its = (str(s.agree[field]) if s.agree else "" for s in (first, other))
-        if has and its and has != its:
-            yield other, (has, its)
+def _different(statements: Sequence[_Statement], field: int) -> _Statement | None:
+    """Return one of which a field of the fingerprint is not the first one's, if both have it."""
+    known = sorted(s for s in statements if s.agree and s.agree[field])
+    return next((s for s in known if s.agree[field] != known[0].agree[field]), None)

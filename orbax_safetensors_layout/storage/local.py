@@ -91,7 +91,7 @@ class LocalStorage(Storage):
             handle.read_into(offset, buffers, shared=shared)
 
     def sample(self, file: str, offset: int, size: int) -> bytes:
-        """Return some bytes by which hosts tell whether they have the same file."""
+        """Return some bytes, of no use but to tell whether hosts have the same file."""
         data = bytearray(size)
         with self._handle(file) as handle:
             handle.read_into(offset, [memoryview(data)], shared=True)

@@ -164,6 +164,29 @@ def test_processes_that_read_in_other_steps_are_told_apart():
     assert step.description != other.description
 
 
+def test_pieces_of_two_saves_are_told_apart():
+    leaves = shared(4, (512, 1024))
+    entry = SimpleNamespace(entry=TensorEntry("t", DTYPES["F32"], (), "folder/file", 0, 4))
+    regions = [SimpleNamespace(name=str(n), dtype=F32, source=entry) for n in range(len(leaves))]
+    resolved = [SimpleNamespace(region=region) for region in regions]
+    steps = [ExchangeStep([], None, stage) for stage in plan_exchange(leaves, NO_LIMITS)]
+
+    def fingerprint(save_id):
+        pieces = SimpleNamespace(save_id=save_id, files=("file",))
+        catalog = SimpleNamespace(
+            path="folder",
+            files=["folder/file"],
+            storage=SimpleNamespace(kind="local"),
+            layout="sharded",
+            manifest=lambda: SimpleNamespace(pieces=pieces),
+        )
+        return fingerprint_of(steps, resolved, osl.ReadOptions(), catalog, None)
+
+    first, again, other = map(fingerprint, "aab")
+    assert first.digest == again.digest == other.digest
+    assert first.content == again.content != other.content
+
+
 def test_few_programs_serve_many_leaves():
     """Two for each shape of large leaves and one for all small ones, whatever their number."""
     groups = [shared(61, (512, 1024)), shared(13, (1024, 1024)), shared(300, (77,))]
