@@ -5,14 +5,15 @@
     python benchmarks/exchange.py --processes 4 --only far:columns
 
 Each case is loaded from local files (page-cached), and from a server with a latency and a bandwidth
-for each stream ("far"). All processes share this machine, and a load counts as long as its slowest
-process. Programs of XLA are compiled anew for each load, as in a program that loads once. The
-choices take turns in every order, since what comes after "read_once" finds less memory that the
-machine still holds; after the first turns a fixed choice that took half as long again as the best
-is left out. What is compared is the lower quartile of each: a machine's other work, and the memory
-that it has to get back, only add time. At the end come the number of cases and the worst; above
-1.05 of the better fixed choice, or with fewer than 20 cases unless `--only` leaves some out, it
-exits with 1.
+for each stream ("far"), one case after the other. All processes share this machine, and a load
+counts as long as its slowest process. Programs of XLA are compiled anew for each load, as in a
+program that loads once. The choices take turns in every order, since what comes after "read_once"
+finds less memory that the machine still holds; after the first turns a fixed choice that took half
+as long again as the best is left out. What is compared is the lower quartile of each: a machine's
+other work, and the memory that it has to get back, only add time. Turns go on until the standard
+error of the comparison is 1.5 %, by resampling, or to `--repeat`. At the end come the number of
+cases and the worst; above 1.05 of the better fixed choice, or with fewer than 20 cases unless
+`--only` leaves some out, it exits with 1.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import argparse
 import collections
 import itertools
 import json
+import math
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,10 +50,13 @@ STORAGES = {"local": None, "far": (0.02, 4e6), "slow": (0.05, 1e6)}
 """Latency in seconds, and bytes a second of a stream."""
 LOCAL_TIMES = 20
 """Of the bytes, on local files: a load should take some tenths of a second there, too."""
+MOST_TINY = 8000
 STREAMS = 8
 MOST = 1.05
 LEAST_CASES = 20
-FIRST_TURNS, FAR_SLOWER = 2, 1.5
+TURNS, FAR_SLOWER = (0, 2, 8, 20, 38), 1.5
+"""In all, after which some choices and cases may be left out; new processes go on with the rest."""
+MOST_ERROR = 0.015  # a standard error, relative
 
 Times = dict[str, list[float]]
 """Of each choice the seconds, and under `<choice> bytes` what all processes read."""
@@ -72,7 +76,9 @@ def make(folder: Path, megabytes: float) -> None:
             "norm": (1024,),
         }.items()
     }
-    small = {f"layers.{number}.bias": (1024,) for number in range(round(33 * megabytes))}
+    small = {
+        f"layers.{number}.bias": (1024,) for number in range(min(MOST_TINY, round(33 * megabytes)))
+    }
     for name, tensors in {"layers": shapes, "tiny": small}.items():
         file = folder / f"{name}-{megabytes:g}" / "model.safetensors"
         if not file.exists():
@@ -129,19 +135,30 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, Times]]:
                 times: dict[str, Times] = {case: collections.defaultdict(list) for case in cases}
 
                 chosen = dict.fromkeys(cases, options.choices)
-                first = min(FIRST_TURNS, options.repeat)
-                for numbers in filter(None, (range(first), range(first, options.repeat))):
-                    turns = []
-                    for number, (case, choices) in itertools.product(numbers, chosen.items()):
+                bounds = sorted(min(turns, options.repeat) for turns in TURNS)
+                for numbers in itertools.starmap(range, itertools.pairwise(bounds)):
+                    loads = []
+                    for case, choices in chosen.items():
                         orders = [*itertools.permutations(choices)]
                         name = "tiny" if case == "tiny" else "layers"
                         path = f"{where}/{name}-{megabytes:g}"
-                        turns += [(path, case, c) for c in orders[number % len(orders)]]
-                    figures = run(processes, [*turns[:1], *turns], reading, options.timeout)[1:]
-                    for (_, case, choice), (seconds, nbytes) in zip(turns, figures, strict=True):
-                        times[case][choice].append(seconds)
-                        times[case][f"{choice} bytes"].append(nbytes)
-                    chosen = {case: _near(times[case], options.choices) for case in cases}
+                        turns = [choice for n in numbers for choice in orders[n % len(orders)]]
+                        loads += [(path, case, choice) for choice in (choices[0], *turns)]
+                    figures = run(processes, loads, reading, options.timeout)
+                    before = ""
+                    for (_, case, choice), (seconds, nbytes) in zip(loads, figures, strict=True):
+                        if case == before:  # the first load of each case has to get its memory
+                            times[case][choice].append(seconds)
+                            times[case][f"{choice} bytes"].append(nbytes)
+                        before = case
+                    chosen = {
+                        case: near
+                        for case in chosen
+                        if _error(times[case], near := _near(times[case], options.choices))
+                        > MOST_ERROR
+                    }
+                    if not chosen:
+                        break
                 for case, of_case in times.items():
                     yield f"{storage}:{case}:{processes}", of_case
         finally:
@@ -155,12 +172,25 @@ def _near(times: Times, choices: list[str]) -> list[str]:
     return [c for c in choices if c == "auto" or min(times[c]) <= FAR_SLOWER * best]
 
 
+def _error(times: Times, choices: list[str]) -> float:
+    """Return the relative standard error of the ratio of lower quartiles."""
+    if any(len(times[choice]) <= TURNS[1] for choice in choices):
+        return math.inf
+    rng = np.random.default_rng(0)
+    variance = 0.0
+    for choice in choices:
+        values = np.array(times[choice])
+        quartiles = np.quantile(rng.choice(values, (500, len(values))), 0.25, axis=1)
+        variance += (quartiles.std() / quartiles.mean()) ** 2
+    return math.sqrt(variance)
+
+
 def _chosen(options: argparse.Namespace, name: str) -> bool:
     return not options.only or any(name.startswith(word) for word in options.only)
 
 
 def _lower_quartile(values: list[float]) -> float:
-    return statistics.quantiles(values)[0] if len(values) > 1 else values[0]
+    return float(np.quantile(values, 0.25))
 
 
 def main() -> None:
@@ -170,7 +200,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="STORAGE[:CASE]")
     parser.add_argument("--choices", nargs="+", default=["each", "read_once", "auto"])
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--repeat", type=int, default=TURNS[-1])
     parser.add_argument("--megabytes", type=float, default=60)
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--json", type=Path)

@@ -129,15 +129,10 @@ class ExchangeProfile(NamedTuple):
     round_seconds: float
     program_seconds: float  # XLA compiles it
 
-    def shared(self, processes: int) -> Self:
-        """Return that of one of so many processes on a host, if its cores do all of the work.
-
-        In a round each of them sends to each other.
-        """
+    def shared(self, times: int) -> Self:
+        """Return that of devices that do so many times the work."""
         return type(self)(
-            self.bytes_per_second / processes,
-            self.round_seconds * processes**2,
-            self.program_seconds * processes,
+            self.bytes_per_second / times, self.round_seconds * times, self.program_seconds * times
         )
 
     def seconds(self, nbytes: float, rounds: int = 0, programs: int = 0) -> float:
@@ -149,14 +144,21 @@ class ExchangeProfile(NamedTuple):
         )
 
 
-# Fitted to `benchmarks/exchange.py`: 2, 4 and 8 processes on one host of two cores.
-_CPU = ExchangeProfile(bytes_per_second=5e8, round_seconds=0.008, program_seconds=0.015)
+# For each process of a host, and each device of it that it exchanges with. Fitted to
+# `benchmarks/exchange.py`: 2, 4 and 8 processes of two devices, on one host of two cores.
+_CPU = ExchangeProfile(bytes_per_second=8e9, round_seconds=0.00025, program_seconds=0.008)
 _ACCELERATOR = ExchangeProfile(bytes_per_second=3e9, round_seconds=0.002, program_seconds=0.2)
 
 
-def exchange_profile(platform: str = "", processes_per_host: int = 1) -> ExchangeProfile:
-    """Return the cost model of the devices of a platform, as JAX names it; or of accelerators."""
-    return _CPU.shared(processes_per_host) if platform == "cpu" else _ACCELERATOR
+def exchange_profile(
+    platform: str = "", devices: int = 4, processes_per_host: int = 1
+) -> ExchangeProfile:
+    """Return the cost model of the devices of a platform, as JAX names it; or of accelerators.
+
+    On CPUs the cores of a host do all of the work: each of its processes compiles for, and sends
+    to, those `devices` on it that exchange with each other.
+    """
+    return _CPU.shared(processes_per_host * devices) if platform == "cpu" else _ACCELERATOR
 
 
 class CacheFolder(NamedTuple):

@@ -112,8 +112,8 @@ class HostRate(NamedTuple):
             many = min(stream * profile.streams, _NETWORK_BYTES_PER_SECOND / processes_per_host)
             bytes_per_second = stream / processes_per_host if profile.streams_share else many
         request_seconds = profile.latency_seconds / profile.streams
-        exchange = exchange_profile(platform, processes_per_host)
-        return cls(request_seconds, bytes_per_second, profile.shared_bytes_per_second, exchange)
+        shared = profile.shared_bytes_per_second
+        return cls(request_seconds, bytes_per_second, shared, exchange_profile(platform))
 
     def seconds(self, cost: Cost, all_bytes: float = 0.0) -> float:
         """Return the time of a cost, where all hosts together move `all_bytes`."""

@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -59,8 +60,8 @@ class ExchangeLimits(NamedTuple):
         return cls(round_bytes, stage_bytes, profile.max_gap_bytes)
 
 
-_Group = tuple[Sequence[SharedLeaf], Sequence[Round]]
-"""Leaves on one grid, and the rounds of their exchange."""
+_Group = tuple[Sequence[SharedLeaf], Callable[[], Iterator[Round]]]
+"""Leaves on one grid, and what plans the rounds of their exchange."""
 
 
 class _Comparison(NamedTuple):
@@ -85,23 +86,44 @@ class ExchangeRates(NamedTuple):
     """The rates by which reading alone is compared with an exchange; the same on all processes."""
 
     storage: HostRate
-    exchange: ExchangeProfile
+    platform: str
+    processes_per_host: int
 
-    def chosen(self, groups: Sequence[_Group]) -> list[_Group]:
-        """Return the groups whose exchange takes less time than reading, or hardly more."""
-        costs = [self._compare(*group) for group in groups]
+    def exchange(self, grid: ReplicaGrid | None = None) -> ExchangeProfile:
+        """Return the rates of an exchange among the devices of a grid, or of the fewest."""
+        devices = 2
+        if grid is not None:
+            devices = min(grid.columns, grid.most_slots * self.processes_per_host)
+        return exchange_profile(self.platform, devices, self.processes_per_host)
+
+    def rounds(self, groups: Sequence[_Group]) -> list[Round]:
+        """Plan the groups whose exchange takes less time than reading, or hardly more."""
+        costs = [
+            self._compare(leaves, sum(leaf.gathered_bytes for leaf in leaves), rounds=1)
+            for leaves, _ in groups
+        ]
+        most_slack = _MOST_SLOWER * sum(cost.alone_seconds for cost in costs)
+        planned: dict[int, list[Round]] = {}  # of those that may be chosen
+        for number, (leaves, plan) in enumerate(groups):
+            if costs[number].loss_seconds <= most_slack:
+                rounds = planned[number] = [*plan()]
+                gathered_bytes = sum(step.form.gathered_bytes for step in rounds)
+                costs[number] = self._compare(leaves, gathered_bytes, len(rounds))
         slack = _MOST_SLOWER * sum(min(cost.alone_seconds, cost.once_seconds) for cost in costs)
         least = _LEAST_SAVED * sum(cost.once_bytes for cost in costs)
         kept = []
-        for number in sorted(range(len(groups)), key=lambda number: costs[number].loss_seconds):
+        for number in sorted(planned, key=lambda number: costs[number].loss_seconds):
             cost = costs[number]
             if cost.loss_seconds < 0 or (cost.loss_seconds <= slack and cost.saved_bytes > least):
                 kept.append(number)
                 slack -= max(0.0, cost.loss_seconds)
-        return [groups[number] for number in sorted(kept)]
+        return [step for number in sorted(kept) for step in planned[number]]
 
-    def _compare(self, leaves: Sequence[SharedLeaf], rounds: Sequence[Round]) -> _Comparison:
-        grid = rounds[0].form.grid
+    def _compare(
+        self, leaves: Sequence[SharedLeaf], gathered_bytes: float, rounds: int
+    ) -> _Comparison:
+        """Return the costs of leaves of which a device gathers so much, in so many rounds."""
+        grid = leaves[0].replicas.grid
         holders = [set(row) for row in grid.processes]  # of each box
         boxes = max(collections.Counter(itertools.chain.from_iterable(holders)).values())
         nbytes = sum(leaf.stored_bytes for leaf in leaves)
@@ -112,9 +134,8 @@ class ExchangeRates(NamedTuple):
         alone_bytes = each * sum(map(len, holders))
         alone = self.storage.read_seconds(each * boxes, alone_bytes)
         alone += self.storage.request_seconds * boxes * sum(leaf.requests for leaf in leaves)
-        gathered = sum(step.form.gathered_bytes for step in rounds) * grid.most_slots
-        programs = min(len(rounds), _MOST_PROGRAMS)
-        once += self.exchange.seconds(gathered, len(rounds), programs)
+        programs = min(rounds, _MOST_PROGRAMS)
+        once += self.exchange(grid).seconds(gathered_bytes * grid.most_slots, rounds, programs)
         return _Comparison(alone, once, alone_bytes, once_bytes)
 
 
@@ -136,8 +157,7 @@ class ExchangePolicy(NamedTuple):
         if options.replicated == "read_once":
             return cls(limits, None)
         storage = HostRate.of(profile, processes_per_host=processes_per_host)
-        rates = ExchangeRates(storage, exchange_profile(platform, processes_per_host))
-        return cls(limits, rates)
+        return cls(limits, ExchangeRates(storage, platform, processes_per_host))
 
     def may_gain(
         self, stored_bytes: int, processes: int, gathered_bytes: int = 0, *, rounds: int = 0
@@ -150,9 +170,8 @@ class ExchangePolicy(NamedTuple):
             return True
         if self.limits.together_bytes < sys.maxsize:  # rows may be read several times
             gathered_bytes = 0
-        storage, exchange = self.rates
-        alone = storage.read_seconds(stored_bytes, stored_bytes * processes)
-        return alone > exchange.seconds(gathered_bytes, rounds, programs=rounds)
+        alone = self.rates.storage.read_seconds(stored_bytes, stored_bytes * processes)
+        return alone > self.rates.exchange().seconds(gathered_bytes, rounds, programs=rounds)
 
 
 def plan_exchange(
@@ -182,11 +201,14 @@ def plan_exchange(
             axes = rank, leaf.cut_axes, leaf.joint_axes
             key = (number, leaf.shape, leaf.dtype.name, leaf.is_direct, axes)
             large.setdefault(key, []).append(leaf)
-    planned: list[_Group] = [(group, [*_whole(group, limits)]) for group in large.values()]
-    planned += [(group, [*_packed(group, limits)]) for group in small.values()]
-    if rates is not None:
-        planned = rates.chosen(planned)
-    rounds = [step for _, of_group in planned for step in of_group]
+    groups: list[_Group] = [
+        (group, functools.partial(_whole, group, limits)) for group in large.values()
+    ]
+    groups += [(group, functools.partial(_packed, group, limits)) for group in small.values()]
+    if rates is None:
+        rounds = [step for _, plan in groups for step in plan()]
+    else:
+        rounds = rates.rounds(groups)
     # Rounds that share their reads are in one stage.
     repeated = (_repeated(step, tied) for step in rounds)
     stages = batches(repeated, _stage_bytes, limits.stage_bytes)

@@ -76,7 +76,7 @@ def exchanging(
         return ()
     if process_count == jax.process_count() and not DistributedStore.is_reachable():
         return ()
-    shardings = _of_each_mesh(sharding_of(p) for p in placements if p is not None)
+    shardings = _of_each_mesh(placements)
     if any(map(is_abstract, shardings)):  # as in a plan
         return everyone
     devices = set().union(*(sharding.device_set for sharding in shardings))
@@ -154,8 +154,7 @@ def steps_of(
 def _stages(
     catalog: Catalog, leaves: Sequence[ResolvedLeaf], shards: ProcessShards, options: ReadOptions
 ) -> list[Stage]:
-    placements = (leaf.abstract.placement for leaf in leaves)
-    shardings = _of_each_mesh(sharding_of(p) for p in placements if p is not None)
+    shardings = _of_each_mesh(leaf.abstract.placement for leaf in leaves)
     platform = min(map(_platform, shardings), default="")
     exchange = ExchangePolicy.of(options, catalog.storage.kind, platform, shards.processes_per_host)
     sizes = [leaf.region.source.stored_bytes for leaf in leaves]
@@ -213,9 +212,10 @@ def _gainful(
     return replicas if gains else None
 
 
-def _of_each_mesh(shardings: Iterable[Any]) -> list[Any]:
+def _of_each_mesh(placements: Iterable[Any]) -> list[Any]:
     """Return a sharding of each set of devices: to hash all, or to ask each, takes long."""
-    return [*{id(getattr(sharding, "mesh", sharding)): sharding for sharding in shardings}.values()]
+    of_each = {id(getattr(p, "mesh", p)): p for p in placements if p is not None}
+    return [*map(sharding_of, of_each.values())]
 
 
 def _platform(sharding: Sharding) -> str:

@@ -273,17 +273,21 @@ class Binder:
             leaves[leaf] = bound
 
     def _bound(self, target: RuleTarget, expr: Expr) -> LeafExpr:
-        """Binds an expression, or takes that of another leaf of its rule, for other tensors."""
+        """Binds an expression, or takes that of another leaf, for other tensors."""
         names, specs = target.patterns, self.specs
         alone = specs.expressions or specs.pieces
         known = [id(specs[name]) for name in names if name in specs and name not in alone]
-        likeness = (id(expr), *known, *map(names.index, names))
+        numbers = {name: str(number) for number, name in reversed([*enumerate(names)])}
+        likeness = (id(expr), *known, *map(numbers.__getitem__, names))
         model = self._models.get(likeness)
         if model is None:
             bound = expr.bind(target.captures, specs)
             if len(known) < len(names) or not expr.is_generic:
                 return LeafExpr.alone(bound)
-            model = self._models[likeness] = ExprModel.of(bound, names, is_shared=True)
+            # Rules may be written for one leaf each, and differ in names alone.
+            key = bound.renamed(numbers), *map(numbers.__getitem__, names)
+            model = self._models.setdefault(key, ExprModel.of(bound, names, is_shared=True))
+            self._models[likeness] = model
         return LeafExpr(model, names)
 
     def _check_shape(self, leaf: str, bound: LeafExpr, origin: object, target: str) -> None:

@@ -136,11 +136,20 @@ class WholeTensor(BoundExpr):
                 sink.pieces.append(AffinePiece(part, self.name, plain, ops))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Constant(BoundExpr):
-    """One value everywhere, of `dtype`."""
+    """One value everywhere, of `dtype`; 0 and -0 are not equal."""
 
     value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and other._key() == self._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        return self.shape, self.dtype, np.asarray(self.value).tobytes()
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         value = apply_ops(np.asarray(self.value), ops)

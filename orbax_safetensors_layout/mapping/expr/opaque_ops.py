@@ -53,15 +53,25 @@ class Compute(Expr):
         raise MappingError(f"{self!r} does not invert")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class OpaqueFunction:
-    """Any function of whole arrays, of shapes `inputs` when bound."""
+    """Any function of whole arrays, of shapes `inputs` when bound; equal to those of the same."""
 
     function: Callable[..., Any]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     inputs: tuple[tuple[int, ...], ...] = ()
     free: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpaqueFunction) and other._key() == self._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        """The function counts as itself: one that is not hashable may do."""
+        return id(self.function), self.shape, self.dtype, self.inputs, self.free
 
     def describe(self, operands: Sequence[str]) -> str:
         listed = ", ".join([_name(self.function), *operands])

@@ -73,12 +73,20 @@ class Cast:
         return Cast(dtype)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Arithmetic:
+    """An operation with a constant; 0 and -0 are not equal."""
+
     constant: float
     lossy_inverse: bool = False
 
     function: ClassVar[np.ufunc]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and str(other) == str(self)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
 
     def __str__(self) -> str:
         lossy = ", lossy_inverse=True" if self.lossy_inverse else ""
