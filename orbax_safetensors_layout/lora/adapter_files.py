@@ -21,6 +21,7 @@ from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.mapping import read_config
 from orbax_safetensors_layout.options import MIB, ReadOptions
 from orbax_safetensors_layout.storage import (
+    LocalStorage,
     Storage,
     join,
     open_storage,
@@ -33,6 +34,7 @@ WEIGHTS_FILE = f"{STEM}.safetensors"
 
 _KEPT_BYTES = 64 * MIB  # of tensors that were read, in case that other shards take them
 _PART_BYTES = 8 * MIB  # of tensors that are side by side in the file, and are read at once
+_SAMPLE_BYTES = 4096  # of each tensor, that tell a local file from others
 _MOST_LISTED = 100  # folders that are looked at for adapters
 
 
@@ -122,7 +124,13 @@ class AdapterFiles:
         size, key = storage.size(self.file), storage.content_key(self.file)
         header = min((entry.start for entry in self.entries.values()), default=0)
         start = read_range(storage, self.file, 0, min(header + (0 if key else MIB), size))
-        content = f"{size:,} bytes, {hashlib.sha256(start).hexdigest()[:16]}, {key}"
+        seen = hashlib.sha256(start)
+        if key is None and isinstance(storage, LocalStorage):  # the beginning may be frozen
+            for entry in self.entries.values():
+                nbytes = min(_SAMPLE_BYTES, entry.nbytes)
+                middle = entry.start + (entry.nbytes - nbytes) // 2
+                seen.update(storage.sample(self.file, middle, nbytes))
+        content = f"{size:,} bytes, {seen.hexdigest()[:16]}, {key}"
         return content, None if key else storage.modified_seconds(self.file)
 
 

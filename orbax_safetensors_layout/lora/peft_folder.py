@@ -260,7 +260,8 @@ class PeftFolder:
 
     def _layouts(self, specs: TensorSpecs) -> dict[str, set[bool]]:
         """Return whether weights are [in, out], by kind, of those whose shapes show it."""
-        if self._seen is None or self._seen[0] is not specs:
+        seen = self._seen  # others may bind it to another base meanwhile
+        if seen is None or seen[0] is not specs:
             layouts: dict[str, set[bool]] = {}
             for name, module in self._modules.items():
                 a, b = module.parts.get("a"), module.parts.get("b")
@@ -269,8 +270,8 @@ class PeftFolder:
                     across = *a.shape[1:], b.shape[0]
                     if straight != across and shape in (straight, across):
                         layouts.setdefault(_kind(module.name), set()).add(shape == across)
-            self._seen = specs, layouts
-        return self._seen[1]
+            seen = self._seen = specs, layouts
+        return seen[1]
 
     def _check_patterns(self, transposed: Sequence[str]) -> None:
         names = [module.name for module in self._modules.values()]

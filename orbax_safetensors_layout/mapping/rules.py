@@ -382,7 +382,8 @@ def fingerprint(mapping: Mapping) -> str:
     """Return a digest that is equal for equal mappings, in every process.
 
     Unlike the `repr` of an expression it covers all indices. Functions count by their code and the
-    values that they hold; one that holds what cannot be pickled, such as a lock, equals no other.
+    values that they hold or name, those of other packages by their names; one that holds what
+    cannot be pickled, such as a lock, equals no other.
     """
     files = None if mapping.files is None else [*mapping.files.items()]
     source = None if mapping._source is None else fingerprint(mapping._source)
@@ -416,9 +417,12 @@ def _parts(value: Any) -> Iterable[Any]:
         return [getattr(value, name) for name in _CODE]
     if kind is types.FunctionType:
         own = value.__module__, value.__code__, value.__defaults__, value.__kwdefaults__
-        outside = {name: value.__globals__.get(name) for name in value.__code__.co_names}
-        plain = [(name, item) for name, item in outside.items() if type(item) in _PLAIN]
-        return *own, [cell.cell_contents for cell in value.__closure__ or ()], plain
+        outside = [
+            (name, _by_name_elsewhere(value.__globals__[name], value.__module__))
+            for name in dict.fromkeys(_names(value.__code__))
+            if name in value.__globals__
+        ]
+        return *own, [cell.cell_contents for cell in value.__closure__ or ()], outside
     if dataclasses.is_dataclass(value) and not callable(value):  # three times as fast as below
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     call = getattr(value, "__func__", None) or getattr(kind, "__call__", None)  # noqa: B004
@@ -428,6 +432,22 @@ def _parts(value: Any) -> Iterable[Any]:
     reduce: Any = copyreg.dispatch_table.get(kind, lambda value: value.__reduce_ex__(4))
     reduced = reduce(value)
     return [pickle.dumps(value)] if isinstance(reduced, str) else [call, *reduced[1:]]
+
+
+def _by_name_elsewhere(value: Any, module: str) -> Any:
+    """Return a value, or the name of a function or class of another package than a module's."""
+    name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    is_named = all(isinstance(part, str) for part in name)
+    is_elsewhere = is_named and str(name[0]).partition(".")[0] != module.partition(".")[0]
+    return name if is_elsewhere else value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yields the names that code looks up, that of functions within it included."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
 
 
 def _irreversible(expr: Expr) -> Iterator[Problem]:

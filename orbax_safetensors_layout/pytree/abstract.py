@@ -76,6 +76,10 @@ class AbstractTree(NamedTuple):
             return abstract
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
         parsed = [None if leaf is ... else _parse_leaf(path, leaf) for path, leaf in paths]
+        plain = {leaf.name for leaf in parsed if leaf is not None and leaf.unboxed is None}
+        for number, leaf in enumerate(parsed):  # a box's "a.value" may be the name of another leaf
+            if leaf is not None and leaf.unboxed is not None and leaf.name in plain:
+                parsed[number] = leaf._replace(name=leaf.unboxed)
         left_out = [path for path, leaf in paths if leaf is ...]
         skipped = {unboxed_name(path) or dotted_name(path) for path in left_out}
         skipped |= {dotted_name(path) for path in left_out}

@@ -124,6 +124,19 @@ def test_a_box_name_in_the_file_wins(tmp_path):
     assert_same_bits(loaded["a"].value, both["a.value"])
 
 
+def test_a_box_and_a_key_of_its_name(tmp_path):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Box:
+        value: object
+
+    tree = {"a": Box(jnp.zeros(2)), "a.value": jnp.ones(2)}
+    osl.save(tmp_path / "saved", tree)
+    loaded = osl.load(tmp_path / "saved", tree)
+    assert_same_bits(loaded["a"].value, np.zeros(2, F32))
+    assert_same_bits(loaded["a.value"], np.ones(2, F32))
+
+
 def test_concrete_arrays_are_templates(path, tensors):
     sharding = NamedSharding(mesh_of(a=4, b=2), PartitionSpec("a", "b"))
     template = jax.device_put(jnp.zeros((8, 4)), sharding)

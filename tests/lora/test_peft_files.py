@@ -164,6 +164,17 @@ def test_another_version_than_the_one_that_was_merged_is_refused(tmp_path, base,
         )
 
 
+def test_versions_that_begin_with_the_same_are_told_apart(tmp_path, base):
+    """Of adapters whose first matrices are frozen."""
+    digests = []
+    for seed in (7, 8):
+        lora = {"model.a.lora_A.weight": np.zeros((2, 1 << 18), np.float32), **factors(seed=seed)}
+        files = adapter_files.AdapterFiles(adapter(tmp_path / str(seed), lora), osl.ReadOptions())
+        assert min(files.entries.values(), key=lambda entry: entry.start).nbytes > 1 << 20
+        digests.append(files.digest)
+    assert len({*digests}) == 2
+
+
 def test_a_merged_mapping_is_pickled_with_the_version_that_it_merged(tmp_path, base, monkeypatch):
     lora = factors()
     adapter(tmp_path / "lora", lora)

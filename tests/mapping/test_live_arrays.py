@@ -11,6 +11,7 @@ import safetensors.numpy
 from checkpoints import assert_same_bits, nested, random_tensor, save
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jax_versions import enable_x64
 from mapped_llama import SPECS, abstract_llama, path, saved_mapping, tensors
 from mapping_expressions import ALL_OPS, INDEX_OPS, cases
 from meshes import any_sharding, mesh_of
@@ -287,6 +288,36 @@ def test_over_a_mesh_of_explicit_axes():
         for array in back.values():
             assert_same_bits(np.asarray(array), value)
     assert tree["q"].sharding.is_equivalent_to(target, 3)
+
+
+def test_axes_are_of_the_mesh_that_names_them():
+    """Of two meshes with the same devices and other names, one of explicit axes."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    plain = mesh_of(y=2, x=2)
+    typed = jax.sharding.Mesh(plain.devices, ("x", "y"), axis_types=explicit)
+    value = np.arange(16, dtype=np.float32).reshape(4, 4)
+    arrays = {
+        "a": place(value, NamedSharding(plain, P("x"))),
+        "b": place(value, NamedSharding(typed, P("y"))),
+    }
+    mapping = Mapping([rule("c", concat([tensor("a"), tensor("b")], 1))])
+    assert_same_bits(np.asarray(mapping.apply(arrays)["c"]), np.concatenate([value, value], 1))
+
+
+def test_64_bits_are_refused_where_they_were_not_before():
+    mapping = Mapping([rule("p", fill((2,), 2**40, "int64")), rule("q", tensor("w"))])
+    arrays = {"w": jnp.ones(2)}
+    for _ in range(2):
+        with enable_x64(True):
+            assert mapping.apply(arrays)["p"].tolist() == [2**40] * 2
+        with pytest.raises(MappingError, match="jax_enable_x64"):
+            mapping.apply(arrays)
+
+
+def test_two_leaves_of_one_name_are_refused():
+    tree = {"a": {"b": jnp.zeros(2)}, "a.b": jnp.ones(2)}
+    with pytest.raises(MappingError, match="two leaves have one name"):
+        Mapping([rule("a.b", tensor("w"))]).unapply(tree)
 
 
 def test_within_a_traced_function_and_of_abstract_arrays():

@@ -496,6 +496,20 @@ def test_fingerprints_cover_functions_in_every_process():
     assert len({*first, *others[1]}) == 2 * len(first)
 
 
+@pytest.mark.parametrize("within", ["helper(x)", "(lambda y: helper(y))(x)", "x * STEP[0]"])
+def test_fingerprints_cover_what_functions_name(within):
+    """Functions of the same package, values, and what functions within them name."""
+
+    def digest(factor):
+        space = {"__name__": __name__, "STEP": [factor]}
+        exec(f"def helper(x): return x * {factor}\ndef call(x): return {within}", space)
+        call = opaque(space["call"], tensor("b"), shape=(2,), dtype=F32)
+        return fingerprint(Mapping([rule("a", call)]))
+
+    assert digest(2) == digest(2)
+    assert digest(2) != digest(3)
+
+
 def test_functions_that_hold_what_has_no_state_equal_no_other():
     call = functools.partial(np.add, threading.Lock())
     mapping = Mapping([rule("a", opaque(call, tensor("b"), shape=(2,), dtype=F32))])

@@ -1,6 +1,7 @@
 """Leaves whose tensors differ in names alone: planned once, read each for itself."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format import DTYPES, ONE_A_BYTE, TensorEntry
 from orbax_safetensors_layout.mapping import BoundExpr
+from orbax_safetensors_layout.mapping.expr.values import Add, Scale
 
 RNG = np.random.default_rng(5)
 RULES = {
@@ -107,6 +110,25 @@ def test_functions_count_as_themselves(tmp_path):
     loaded = osl.load(tmp_path / "m", mapping=osl.Mapping(rules, strict=False))
     for n, factor in enumerate((2, 3)):
         np.testing.assert_array_equal(loaded[str(n)], tensors[f"{n}.w"] * factor)
+
+
+def test_tensors_of_other_dtypes_in_the_file_are_not_alike():
+    """Four bits of two in a byte, and one in a byte: the same dtype in memory."""
+    entries = {
+        "a": TensorEntry("a", ONE_A_BYTE["float4_e2m1fn"], (4,), "file", 100, 104),
+        "b": TensorEntry("b", DTYPES["F4"], (4,), "file", 104, 106),
+    }
+    mapping = osl.Mapping([osl.rule("p", osl.tensor("b")), osl.rule("q", osl.tensor("a"))])
+    leaves = mapping.match(entries).bind(entries, None).leaves
+    assert leaves["p"].dtype == leaves["q"].dtype
+    assert leaves["p"].model is not leaves["q"].model
+
+
+def test_constants_are_told_apart_by_their_bits():
+    for one, other in ((0.0, -0.0), (math.nan, -math.nan), (1, 1.0), (True, 1)):
+        assert Add(one) == Add(one)
+        assert Add(one) != Add(other)
+        assert len({Add(one), Add(other), Scale(one), Scale(other)}) == 4
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,21 @@ def test_scales_of_activations_stay(tmp_path):
         assert again[name].tobytes() == tensor.tobytes(), name
 
 
+def test_a_folder_that_was_replaced_is_refused(tmp_path):
+    """What stays as it is comes from the folder, at the offsets that it had."""
+    tensors = static_fp8()
+    osl.save(tmp_path / "first", tensors)
+    values, options = decoded(tmp_path / "first"), like(tmp_path / "first")
+    more = {"a.first.tensor": np.zeros(3, np.float32), **tensors}
+    osl.save(tmp_path / "first", more, overwrite=True)
+    with pytest.raises(osl.SafetensorsLayoutError, match="changed or replaced"):
+        osl.save(tmp_path / "again", values, options=options)
+    assert not (tmp_path / "again").exists()
+    osl.save(tmp_path / "again", values, options=like(tmp_path / "first"))
+    again = stored(tmp_path / "again")
+    assert all(again[name].tobytes() == tensors[name].tobytes() for name in tensors)
+
+
 def test_a_transposed_weight_is_refused(tmp_path):
     for kind in ("fp8_block", "fp8_channel", "int4"):
         weight = np.random.default_rng(0).standard_normal((128, 256)).astype(BF16)

@@ -285,7 +285,7 @@ class Binder:
             if len(known) < len(names) or not expr.is_generic:
                 return LeafExpr.alone(bound)
             # Rules may be written for one leaf each, and differ in names alone.
-            key = bound.renamed(numbers), *map(numbers.__getitem__, names)
+            key = bound.renamed(numbers), *likeness[1:]
             model = self._models.setdefault(key, ExprModel.of(bound, names, is_shared=True))
             self._models[likeness] = model
         return LeafExpr(model, names)

@@ -138,7 +138,7 @@ class WholeTensor(BoundExpr):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Constant(BoundExpr):
-    """One value everywhere, of `dtype`; 0 and -0 are not equal."""
+    """One value everywhere, of `dtype`; equal to those of the same bits."""
 
     value: Any
 

@@ -131,7 +131,9 @@ class GroupScale:
     def describe(self, operands: Sequence[str]) -> str:
         given = [f"{role}={text}" for role, text in zip(self.roles, operands[1:], strict=True)]
         listed = ", ".join([operands[0], *given])
-        return f"grouped({listed}, block={self.block}, dtype={self.dtype.name!r})"
+        listed += f", offset={self.offset}" * bool(self.offset) + ", e2m1" * self.is_e2m1
+        where = f"block={self.block}, axis={self.axis}"
+        return f"grouped({listed}, {where}, dtype={self.dtype.name!r})"
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         shape, given = operands[0].shape, dict(zip(self.roles, operands[1:], strict=True))

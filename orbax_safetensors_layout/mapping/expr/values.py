@@ -75,7 +75,7 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Arithmetic:
-    """An operation with a constant; 0 and -0 are not equal."""
+    """An operation with a constant, which is equal to those of the same bits."""
 
     constant: float
     lossy_inverse: bool = False
@@ -83,10 +83,15 @@ class _Arithmetic:
     function: ClassVar[np.ufunc]
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and str(other) == str(self)
+        return isinstance(other, _Arithmetic) and other._key() == self._key()
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        constant = self.constant
+        exact = constant if isinstance(constant, int) else np.asarray(constant).tobytes()
+        return type(self), type(constant), exact, self.lossy_inverse
 
     def __str__(self) -> str:
         lossy = ", lossy_inverse=True" if self.lossy_inverse else ""

@@ -69,9 +69,10 @@ class _ArrayGroup:
         in_steps: bool,
     ) -> _Program:
         key = outputs, moves, donated, in_steps
-        if key not in self.programs:
-            self.programs[key] = _program(self.expressions, *key)
-        return self.programs[key]
+        x64 = _is_x64()
+        if (x64, *key) not in self.programs:
+            self.programs[x64, *key] = _program(x64, self.expressions, *key)
+        return self.programs[x64, *key]
 
 
 class _Program:
@@ -117,19 +118,23 @@ class _Program:
             donated = {str(number): given.pop(str(number)) for number in self._donated}
             results, holds = self._compute(donated, given, first)
         shardings: Any = [array.sharding for array in arrays if _automatic(array) is not array]
-        meshes = [sharding.mesh for sharding in shardings]
+        meshes = {_without_types(sharding).mesh: sharding.mesh for sharding in shardings}
         return [
             self._placed(value, placement, meshes)
             for value, (_, placement) in zip(results, self._outputs, strict=True)
         ], holds
 
     def _placed(self, value: jax.Array, placement: Placement | None, meshes: Any) -> jax.Array:
-        """Return a result where it goes, on the mesh that was given, with its types of axes."""
+        """Return a result where it goes, on the mesh that was given, with its types of axes.
+
+        `meshes` are those with types, by the same without.
+        """
         if self._moves and placement is not None:
             moved: jax.Array = jax.device_put(value, placement)
             return moved
         if placement is None and meshes and isinstance(value.sharding, NamedSharding):
-            placement = NamedSharding(meshes[0], value.sharding.spec)
+            mesh = meshes.get(value.sharding.mesh, value.sharding.mesh)
+            placement = NamedSharding(mesh, value.sharding.spec)
         if isinstance(placement, NamedSharding) and _without_types(placement) is not placement:
             return _rewrapped(value, placement)
         return value
@@ -164,7 +169,14 @@ def _rewrapped(array: jax.Array, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
-_program = functools.lru_cache(_PROGRAMS)(_Program)
+@functools.lru_cache(_PROGRAMS)
+def _program(x64: bool, *given: Any) -> _Program:
+    """Return the program of what is given; what is traced, and refused, depends on x64."""
+    return _Program(*given)
+
+
+def _is_x64() -> bool:
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
@@ -176,13 +188,13 @@ def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
     arrays = dict(tensors)
     specs = _specs(arrays)
     if shardings is None or _is_placement(shardings):
-        groups = _planned(mapping, specs, None)
+        groups = _planned(mapping, specs, None, _is_x64())
         names = [name for group in groups for name in group.results]
         placements: dict[str, Placement | None] = dict.fromkeys(names, shardings)
         return nested_dicts(_all_values(groups, arrays, placements, donate))
     asked, build = _asked_leaves(shardings)
     requests = tuple((name, leaf.shape, leaf.dtype) for name, leaf in asked.items())
-    groups = _planned(mapping, specs, requests)
+    groups = _planned(mapping, specs, requests, _is_x64())
     placements = {name: leaf.placement for name, leaf in asked.items()}
     values = _all_values(groups, arrays, placements, donate)
     return build([values[name] for name in asked])
@@ -191,7 +203,7 @@ def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
 def unapply(mapping: Any, tree: Any, shardings: Any, *, donate: bool) -> dict[str, Any]:
     """See `Mapping.unapply`."""
     arrays = _named_leaves(tree)
-    groups = _inverse_planned(mapping, _specs(arrays))
+    groups = _inverse_planned(mapping, _specs(arrays), _is_x64())
     names = [name for group in groups for name in group.results]
     if shardings is None or _is_placement(shardings):
         return _all_values(groups, arrays, dict.fromkeys(names, shardings), donate)
@@ -234,21 +246,21 @@ class LiveTensors(NamedTuple):
 def unapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
     """Return the tensors of a tree, those that are made of the same leaves together."""
     arrays = _named_leaves(tree)
-    return [LiveTensors(arrays, (g,)) for g in _inverse_planned(mapping, _specs(arrays))]
+    return [LiveTensors(arrays, (g,)) for g in _inverse_planned(mapping, _specs(arrays), _is_x64())]
 
 
 def reapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
     """Return as `unapplied` does tensors that have no leaf in common, and the way back."""
     arrays = _named_leaves(tree)
     specs = _specs(arrays)
-    saves = _inverse_planned(mapping, specs)
+    saves = _inverse_planned(mapping, specs, _is_x64())
     saved = {
         name: TensorSpec(group.expressions[n].shape, np.dtype(group.expressions[n].dtype))
         for group in saves
         for name, n in group.results.items()
     }
     asked = tuple((name, spec.shape, spec.dtype) for name, spec in specs)
-    loads = _planned(mapping, tuple(saved.items()), asked)
+    loads = _planned(mapping, tuple(saved.items()), asked, _is_x64())
     names = [[("leaf", n) for n in g.sources] + [("tensor", n) for n in g.results] for g in saves]
     names += [[("leaf", n) for n in g.results] + [("tensor", n) for n in g.sources] for g in loads]
     count = len(saves)
@@ -264,7 +276,17 @@ def reapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {unboxed_name(path) or dotted_name(path): leaf for path, leaf in leaves}
+    named: dict[str, Any] = {}
+    for path, leaf in leaves:
+        name = unboxed_name(path) or dotted_name(path)
+        if name in named:
+            raise MappingError(
+                "two leaves have one name",
+                tensor=name,
+                hint="Keys with dots in them name what nested dicts do; rename one of the two.",
+            )
+        named[name] = leaf
+    return named
 
 
 def _is_placement(value: Any) -> bool:
@@ -313,7 +335,9 @@ def _planned(
     mapping: Any,
     specs: tuple[tuple[str, TensorSpec], ...],
     asked: tuple[tuple[str, tuple[int, ...] | None, np.dtype[Any] | None], ...] | None,
+    x64: bool,
 ) -> tuple[_ArrayGroup, ...]:
+    """Return the groups of leaves; `x64` is whether it is set, on which refusals depend."""
     shapes = None if asked is None else {name: shape for name, shape, _ in asked}
     bound = mapping.bind(TensorSpecs(dict(specs)), shapes)
     dtypes = {name: dtype for name, _, dtype in asked or ()}
@@ -326,7 +350,7 @@ def _planned(
 
 @functools.lru_cache(_MAPPINGS)
 def _inverse_planned(
-    mapping: Any, specs: tuple[tuple[str, TensorSpec], ...]
+    mapping: Any, specs: tuple[tuple[str, TensorSpec], ...], x64: bool
 ) -> tuple[_ArrayGroup, ...]:
     bound = mapping.inverse().bind(TensorSpecs(dict(specs)))
     return _grouped(bound.expressions, bound.notes, "tensor")

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import MappingError, listed
+from orbax_safetensors_layout.errors import MappingError, StorageError, listed
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.runtime import frozen_heap
-from orbax_safetensors_layout.storage import open_storage, read_range
+from orbax_safetensors_layout.storage import Storage, open_storage, read_range
 
 from ..affine.bound import BoundExpr
 from ..affine.index_nodes import Decoded
@@ -87,6 +87,12 @@ class FolderScales:
         return self.values.read_entry(part)
 
 
+def _version(storage: Storage, file: str) -> str:
+    """Say what tells a file from others that stood in its place."""
+    key = storage.content_key(file)
+    return key or f"{storage.size(file):,} bytes of {storage.modified_seconds(file)}"
+
+
 class _Weight(NamedTuple):
     layout: WeightLayout
     written: tuple[str, ...]
@@ -103,6 +109,8 @@ class FolderQuantization:
         self._reading = threading.Lock()
         with Catalog.open(path) as catalog, frozen_heap():
             entries, weights, *_ = decoded_weights(catalog, np.dtype(np.float32))
+            files = {entry.file for entry in entries.values()}
+            self._versions = {file: _version(catalog.storage, file) for file in files}
             self._configured = configured_quantization(catalog, whole=True)
         if not weights:
             raise MappingError(
@@ -129,6 +137,16 @@ class FolderQuantization:
     def _read_from(self, entry: TensorEntry) -> np.ndarray:
         storage, _ = open_storage(self.path)
         with storage:
+            seen, expected = _version(storage, entry.file), self._versions[entry.file]
+            if seen != expected:
+                raise StorageError(
+                    "the file was changed or replaced since Quantization.like looked at it",
+                    file=entry.file,
+                    tensor=entry.name,
+                    expected=expected,
+                    found=seen,
+                    hint="Call it again, on a folder that nothing writes to.",
+                )
             data = read_range(storage, entry.file, entry.start, entry.nbytes)
         return np.frombuffer(data, entry.dtype.numpy).reshape(entry.shape)
 
