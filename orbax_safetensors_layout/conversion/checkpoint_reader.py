@@ -253,8 +253,7 @@ class SafetensorsReader:
     def identity(self) -> str:
         storage = self._catalog.storage
         entries = [s.entry for s in self._sources.values() if isinstance(s, StoredSource)]
-        keys = ((file, storage.content_key(file)) for file in self._catalog.files)
-        files = [(f, k or (storage.size(f), storage.modified_seconds(f))) for f, k in keys]
+        files = [(file, storage.identity(file)) for file in self._catalog.files]
         return hashlib.sha256("".join(map(repr, (entries, *files))).encode()).hexdigest()
 
     def readable(self, arrays: Sequence[SourceArray]) -> ReadableArrays:

@@ -34,7 +34,6 @@ WEIGHTS_FILE = f"{STEM}.safetensors"
 
 _KEPT_BYTES = 64 * MIB  # of tensors that were read, in case that other shards take them
 _PART_BYTES = 8 * MIB  # of tensors that are side by side in the file, and are read at once
-_SAMPLE_BYTES = 4096  # of each tensor, that tell a local file from others
 _MOST_LISTED = 100  # folders that are looked at for adapters
 
 
@@ -127,9 +126,7 @@ class AdapterFiles:
         seen = hashlib.sha256(start)
         if key is None and isinstance(storage, LocalStorage):  # the beginning may be frozen
             for entry in self.entries.values():
-                nbytes = min(_SAMPLE_BYTES, entry.nbytes)
-                middle = entry.start + (entry.nbytes - nbytes) // 2
-                seen.update(storage.sample(self.file, middle, nbytes))
+                seen.update(storage.sample(self.file, entry.start, entry.stop))
         content = f"{size:,} bytes, {seen.hexdigest()[:16]}, {key}"
         return content, None if key else storage.modified_seconds(self.file)
 

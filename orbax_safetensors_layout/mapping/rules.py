@@ -388,21 +388,29 @@ def fingerprint(mapping: Mapping) -> str:
     files = None if mapping.files is None else [*mapping.files.items()]
     source = None if mapping._source is None else fingerprint(mapping._source)
     parts = [mapping.rules, (*mapping.buffers, *mapping.ignore), mapping.strict, files, source]
-    return hashlib.sha256(repr(_encoded(parts, ())).encode()).hexdigest()
+    return hashlib.sha256(repr(_encoded(parts, (), {})).encode()).hexdigest()
 
 
-def _encoded(value: Any, holders: tuple[int, ...]) -> object:
-    """Return a value's type and parts as numbers and texts; `holders` are what it is a part of."""
+def _encoded(value: Any, holders: tuple[int, ...], known: dict[int, types.FunctionType]) -> object:
+    """Return a value's type and parts as numbers and texts; `holders` are what it is a part of.
+
+    The parts of functions that are `known` are told already.
+    """
     if type(value) in _PLAIN or isinstance(value, np.dtype):
         return value
     if isinstance(value, bytes):
         return hashlib.sha256(value).digest()
     if isinstance(value, type | types.ModuleType):
         return getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__)
-    if id(value) in holders:  # a function that calls itself
+    if id(value) in holders:  # an object that holds itself
         return holders.index(id(value))
+    if isinstance(value, types.FunctionType):
+        if id(value) in known:
+            return [*known].index(id(value))
+        known[id(value)] = value
     try:
-        parts = [_encoded(part, (*holders, id(value))) for part in (type(value), *_parts(value))]
+        inner = (*holders, id(value)), known
+        parts = [_encoded(part, *inner) for part in (type(value), *_parts(value))]
     except Exception:  # of any class's code; equal to nothing
         return os.urandom(16)
     return sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts
@@ -418,7 +426,7 @@ def _parts(value: Any) -> Iterable[Any]:
     if kind is types.FunctionType:
         own = value.__module__, value.__code__, value.__defaults__, value.__kwdefaults__
         outside = [
-            (name, _by_name_elsewhere(value.__globals__[name], value.__module__))
+            (name, _by_name_elsewhere(value.__globals__[name], value.__module__ or ""))
             for name in dict.fromkeys(_names(value.__code__))
             if name in value.__globals__
         ]

@@ -54,7 +54,7 @@ from .resolve import ResolvedLeaf
 PLANNING, LOADING = "planning the load", "loading tensors"
 _MOST_IN_FLIGHT = 2  # rounds: one is gathered while the next is put on the devices
 _PAUSE_SECONDS = 0.001
-_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of local files, by which hosts tell whether theirs are equal
+_SAMPLES = 16  # of local files, by which hosts tell whether theirs are equal
 _GRACE_SECONDS = 1.0
 # Of gathers that a load began before it failed. Other processes may not have begun them, and one
 # would then answer with the next gather of another load.
@@ -445,9 +445,7 @@ def _content(catalog: Catalog, entries: Sequence[TensorEntry], files: Dict[str, 
     sample = []
     if isinstance(storage, LocalStorage):
         for entry in by_place[:: -(-len(by_place) // _SAMPLES)]:
-            nbytes = min(_SAMPLE_BYTES, entry.nbytes)
-            start = entry.start + (entry.nbytes - nbytes) // 2
-            sample.append(storage.sample(entry.file, start, nbytes))
+            sample.append(storage.sample(entry.file, entry.start, entry.stop))
     return _short_digest((sorted(versions.items()), sample))
 
 

@@ -154,6 +154,11 @@ class Storage(RangeReader, Protocol):
         """
         return None
 
+    def identity(self, file: str) -> str:
+        """Return what tells the content from others in its place, as far as that is known."""
+        seen = self.content_key(file)
+        return seen or f"{self.size(file):,} bytes of {self.modified_seconds(file)}"
+
     def remember(self, notes: Notes) -> None:
         """Takes notes of the versions of files, for a storage that can ask whether they changed."""
         return

@@ -26,6 +26,7 @@ from .local_write import LocalFileWriter, flush_folder
 
 _MAX_OPEN_FILES = 128
 _MAX_OPEN_FOLDERS = 32  # more, in one that is open, are found by their paths in it
+_SAMPLE_BYTES = 4096
 _LIST_ATTEMPTS = 20
 
 
@@ -90,11 +91,12 @@ class LocalStorage(Storage):
         with self._handle(file) as handle:
             handle.read_into(offset, buffers, shared=shared)
 
-    def sample(self, file: str, offset: int, size: int) -> bytes:
-        """Return some bytes, of no use but to tell whether hosts have the same file."""
-        data = bytearray(size)
+    def sample(self, file: str, start: int, stop: int) -> bytes:
+        """Return some bytes from within a range, of no use but to tell files apart."""
+        data = bytearray(min(_SAMPLE_BYTES, stop - start))
         with self._handle(file) as handle:
-            handle.read_into(offset, [memoryview(data)], shared=True)
+            middle = (start + stop - len(data)) // 2
+            handle.read_into(middle, [memoryview(data)], shared=True)
         return bytes(data)
 
     def is_cached(self, file: str, offset: int) -> bool:

@@ -19,7 +19,7 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis import inspect
 from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.mapping import affine_pieces
+from orbax_safetensors_layout.mapping import affine_pieces, described_rule
 from orbax_safetensors_layout.mapping.dequantizing.found_weight import first_target
 
 F32 = np.dtype(np.float32)
@@ -251,6 +251,17 @@ def made(case):
     norm = {"model.norm.weight": floats(5), "model.layers.0.up.bias": floats(ROWS)}
     named = {f"model.layers.0.up.{name}": value for name, value in tensors.items()} | norm
     return named, values, config, norm
+
+
+def test_rules_say_what_their_values_follow_from(tmp_path):
+    """By which hosts see that their configurations of the same tensors differ."""
+    said = []
+    tensors, _, config, _ = made("gptq 4")
+    for version in ("gptq", "gptq_v2", "gptq"):
+        write(tmp_path, tensors, config | {"checkpoint_format": version})
+        rules = osl.dequantized(tmp_path, dtype="float32").rules
+        said.append("".join(map(described_rule, rules)))
+    assert said[0] == said[2] != said[1]
 
 
 @pytest.mark.parametrize("case", CASES)

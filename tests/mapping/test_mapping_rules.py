@@ -502,7 +502,11 @@ def test_fingerprints_cover_what_functions_name(within):
 
     def digest(factor):
         space = {"__name__": __name__, "STEP": [factor]}
-        exec(f"def helper(x): return x * {factor}\ndef call(x): return {within}", space)
+        exec(f"def helper(x): return x * {factor}", space)
+        for n in range(30):  # as many ways lead to the helper as there are subsets of these
+            a, b = ("helper", "helper") if n == 0 else (f"a{n - 1}", f"b{n - 1}")
+            exec(f"def a{n}(x): return {a}({b}(x))\ndef b{n}(x): return {b}({a}(x))", space)
+        exec(f"def call(x): return a29(b29(x)) + {within}", space)
         call = opaque(space["call"], tensor("b"), shape=(2,), dtype=F32)
         return fingerprint(Mapping([rule("a", call)]))
 

@@ -68,11 +68,10 @@ class _ArrayGroup:
         donated: tuple[int, ...],
         in_steps: bool,
     ) -> _Program:
-        key = outputs, moves, donated, in_steps
-        x64 = _is_x64()
-        if (x64, *key) not in self.programs:
-            self.programs[x64, *key] = _program(x64, self.expressions, *key)
-        return self.programs[x64, *key]
+        key = _is_x64(), outputs, moves, donated, in_steps
+        if key not in self.programs:
+            self.programs[key] = _program(self.expressions, *key)
+        return self.programs[key]
 
 
 class _Program:
@@ -170,9 +169,9 @@ def _rewrapped(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 @functools.lru_cache(_PROGRAMS)
-def _program(x64: bool, *given: Any) -> _Program:
-    """Return the program of what is given; what is traced, and refused, depends on x64."""
-    return _Program(*given)
+def _program(expressions: tuple[BoundExpr, ...], x64: bool, *how: Any) -> _Program:
+    """Return the program of expressions; what is traced, and refused, depends on `x64`."""
+    return _Program(expressions, *how)
 
 
 def _is_x64() -> bool:

@@ -17,7 +17,7 @@ from orbax_safetensors_layout.errors import MappingError, StorageError, listed
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.runtime import frozen_heap
-from orbax_safetensors_layout.storage import Storage, open_storage, read_range
+from orbax_safetensors_layout.storage import open_storage, read_range
 
 from ..affine.bound import BoundExpr
 from ..affine.index_nodes import Decoded
@@ -87,12 +87,6 @@ class FolderScales:
         return self.values.read_entry(part)
 
 
-def _version(storage: Storage, file: str) -> str:
-    """Say what tells a file from others that stood in its place."""
-    key = storage.content_key(file)
-    return key or f"{storage.size(file):,} bytes of {storage.modified_seconds(file)}"
-
-
 class _Weight(NamedTuple):
     layout: WeightLayout
     written: tuple[str, ...]
@@ -110,7 +104,7 @@ class FolderQuantization:
         with Catalog.open(path) as catalog, frozen_heap():
             entries, weights, *_ = decoded_weights(catalog, np.dtype(np.float32))
             files = {entry.file for entry in entries.values()}
-            self._versions = {file: _version(catalog.storage, file) for file in files}
+            self._identities = {file: catalog.storage.identity(file) for file in files}
             self._configured = configured_quantization(catalog, whole=True)
         if not weights:
             raise MappingError(
@@ -137,7 +131,7 @@ class FolderQuantization:
     def _read_from(self, entry: TensorEntry) -> np.ndarray:
         storage, _ = open_storage(self.path)
         with storage:
-            seen, expected = _version(storage, entry.file), self._versions[entry.file]
+            seen, expected = storage.identity(entry.file), self._identities[entry.file]
             if seen != expected:
                 raise StorageError(
                     "the file was changed or replaced since Quantization.like looked at it",
