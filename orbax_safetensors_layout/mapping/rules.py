@@ -394,7 +394,7 @@ def fingerprint(mapping: Mapping) -> str:
 def _encoded(value: Any, holders: tuple[int, ...], known: dict[int, types.FunctionType]) -> object:
     """Return a value's type and parts as numbers and texts; `holders` are what it is a part of.
 
-    The parts of functions that are `known` are told already.
+    Functions that are `known` are numbers: their parts stand elsewhere.
     """
     if type(value) in _PLAIN or isinstance(value, np.dtype):
         return value
