@@ -134,22 +134,28 @@ class LoadRequest(NamedTuple):
         return exchanging(placements, self.options, count)
 
 
-def load_requested(source: Catalog | PathLike, request: LoadRequest) -> Any:
-    """Loads from a path, or from a catalog that is open already; closes it in the end."""
-    return begin_requested(source, request)()
+def load_requested(
+    path: PathLike, request: LoadRequest, open_catalog: Callable[[], Catalog] | None = None
+) -> Any:
+    """Loads from a path, or what `open_catalog` opens for it; closes it in the end."""
+    return begin_requested(path, request, open_catalog)()
 
 
-def begin_requested(source: Catalog | PathLike, request: LoadRequest) -> Callable[[], Any]:
-    """Plans as `load_requested` does, from the headers; returns a function that reads, once."""
+def begin_requested(
+    path: PathLike, request: LoadRequest, open_catalog: Callable[[], Catalog] | None = None
+) -> Callable[[], Any]:
+    """Plans as `load_requested` does, from the headers; returns a function that reads, once.
+
+    Processes find each other by `path`; where one fails in `open_catalog`, all do.
+    """
     options = request.options
-    path = source.path if isinstance(source, Catalog) else source
     with contextlib.ExitStack() as on_error, frozen_heap():
-        with _telling_others(path, request):
-            catalog = on_error.enter_context(
-                source
-                if isinstance(source, Catalog)
-                else Catalog.open(path, retries=options.retries, cache=options.cache_folder)
-            )
+        with telling_others(path, request):
+            if open_catalog is None:
+                opened = Catalog.open(path, retries=options.retries, cache=options.cache_folder)
+            else:
+                opened = open_catalog()
+            catalog = on_error.enter_context(opened)
             tree = _abstract_tree(catalog, request, devices=True)
             processes = request.processes(tree, jax.process_count())
         group = on_error.enter_context(load_group(path, processes, options))
@@ -163,17 +169,15 @@ def begin_requested(source: Catalog | PathLike, request: LoadRequest) -> Callabl
         planned = plan(exchange=exchange)
         if jax.process_count() > 1:
             _log_cost(catalog.path, ReadPlan.joined(planned.plans).cost())
-        opened = on_error.pop_all()
+        resources = on_error.pop_all()
 
     def read() -> Any:
-        with opened, frozen_heap(), _explicit_transfer():
+        with resources, frozen_heap(), _explicit_transfer():
             agreed = planned if _agree(sourced, planned, group) else plan(exchange=False)
-            values, stats = _read(agreed, options, group)
+            values, stats = _read(agreed, catalog, options, group)
             if isinstance(storage, VerifyingReader):
                 with group.together(_VERIFYING):
                     storage.check(strict=True)
-            if isinstance(catalog.storage, LocalStorage):
-                catalog.storage.check_current()
         _record(stats)
         return values
 
@@ -181,7 +185,7 @@ def begin_requested(source: Catalog | PathLike, request: LoadRequest) -> Callabl
 
 
 @contextlib.contextmanager
-def _telling_others(path: PathLike, request: LoadRequest) -> Iterator[None]:
+def telling_others(path: PathLike, request: LoadRequest) -> Iterator[None]:
     """Tells the processes of the tree as it is given of an error; the manifest may name others."""
     try:
         yield
@@ -327,7 +331,7 @@ def _agree(sourced: _SourcedLoad, planned: _PlannedLoad, group: ProcessGroup) ->
 
 
 def _read(
-    planned: _PlannedLoad, options: ReadOptions, group: ProcessGroup
+    planned: _PlannedLoad, catalog: Catalog, options: ReadOptions, group: ProcessGroup
 ) -> tuple[Any, ReadStats]:
     tree, leaves, steps, plans, reader = planned
     values = LeafBuilder(leaves, adopt=reader.adopt)
@@ -344,6 +348,8 @@ def _read(
                 done.append(reader.run(step.reads, plan, exchange.take, report=report, check=check))
         with group.together(LOADING) if planned.exchanges else contextlib.nullcontext():
             exchange.finish()
+            if isinstance(catalog.storage, LocalStorage):
+                catalog.storage.check_current()
     built = values.values()
     given = zip(tree.leaves, tree.parsed, strict=True)
     built_leaves = [leaf if abstract is None else next(built) for leaf, abstract in given]

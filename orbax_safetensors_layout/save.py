@@ -15,7 +15,7 @@ from absl import logging
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import listed, redact_urls
 from orbax_safetensors_layout.format import MANIFEST, Manifest, parse_manifest
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping, described_rule
 from orbax_safetensors_layout.options import (
     ConvertOptions,
     OnProgress,
@@ -132,7 +132,7 @@ def save_group(
     store = DistributedStore.connect() if count > 1 else None
     name = redact_urls(os.fsdecode(path))
     if "\0" not in name and (local := local_path(name)) is not None:
-        name = os.path.realpath(local)
+        name = os.path.abspath(local)  # a link may lead elsewhere on each host
     return ProcessGroup(
         name, jax.process_index(), count, store, options.timeout_seconds, purpose=purpose
     )
@@ -150,6 +150,7 @@ class PreparedSave:
     manifest: Manifest | None
     options: WriteOptions
     mapped: MappedTensors | None = None  # what the files' tensors are made of, through a mapping
+    mapping: LeafMapping | None = None
     card: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # the model card, by name
     # Storage and folder of the pieces that files are assembled from, if they exist already; else
     # this save writes them, and removes them when it is complete.
@@ -182,7 +183,7 @@ class PreparedSave:
         elif custom is not None:
             manifest = Manifest("hf", custom=custom)
         card = {} if options.card is None else card_file(options.card)
-        return cls(plan, values, manifest, options, mapped=mapped, card=card)
+        return cls(plan, values, manifest, options, mapped=mapped, mapping=mapping, card=card)
 
     def sidecar_files(self, target: PathLike) -> dict[str, bytes]:
         """Returns the side files of `WriteOptions`, as what is written makes them."""
@@ -288,7 +289,9 @@ class PreparedSave:
             return None
         digest = hashlib.sha256(repr((plan.files, plan.stored)).encode())
         tensors = [leaf.tensor for leaf in plan.leaves]
-        digest.update(repr(tensors).encode())
+        parts = () if self.mapping is None else self.mapping.chain()
+        rules = [described_rule(rule) for part in parts for rule in part.rules]
+        digest.update(repr((tensors, rules)).encode())
         local = self.values.local_names()
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
@@ -296,7 +299,7 @@ class PreparedSave:
         return Fingerprint(
             digest.hexdigest(),
             description,
-            "All processes must save the same tree of global arrays. An array that each process"
-            " made for itself (jnp.asarray, jax.random.key) is not global: make it a numpy array,"
-            " or give it a sharding over all processes.",
+            "All processes must save the same tree of global arrays, through the same mapping. An"
+            " array that each process made for itself (jnp.asarray, jax.random.key) is not global:"
+            " make it a numpy array, or give it a sharding over all processes.",
         )

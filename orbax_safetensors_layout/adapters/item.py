@@ -12,7 +12,7 @@ from typing import Any
 
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
@@ -108,11 +108,6 @@ class ItemSave:
         self._group.barrier("planning the save")
         self.write: Callable[[PathLike], None] = in_callers_context(self._write)
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether the caller may change the arrays; if not yet, `write` will come to that."""
-        return self._prepared.values.wait_captured(0)
-
     def start(self, folder: PathLike) -> concurrent.futures.Future[None]:
         """Writes in a thread, and waits until the caller may change the arrays."""
         pool = concurrent.futures.ThreadPoolExecutor(1, "safetensors_save")
@@ -150,9 +145,13 @@ def begin_load(
     switch: str | None = None,  # lets the checkpoint hold more than the tree, for an error's hint
 ) -> Callable[[], Any]:
     """Holds the tree against the headers; returns a function that loads it."""
-    check_remains(path)
+
+    def open_catalog() -> Catalog:
+        check_remains(path)
+        return Catalog.open(path, retries=options.retries, cache=options.cache_folder)
+
     try:
-        return begin_requested(path, LoadRequest(abstract, mapping, None, options))
+        return begin_requested(path, LoadRequest(abstract, mapping, None, options), open_catalog)
     except UnexpectedTensorError as error:
         if switch is not None:
             error.hint = f"Pass {switch} to leave them out, or put `...` in their place."

@@ -59,10 +59,11 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         async with folders_being_made(directory) as wait:
             _check_processes()
             _note_use(directory.path)
+            options = settings.write_options_v1(self._own)
             save = ItemSave(
                 directory.path,
                 checkpointable,
-                settings.write_options_v1(self._own),
+                options,
                 mapping=settings.current(self._own).mapping,
                 dtypes=settings.storage_dtypes_v1(checkpointable),
                 wait=wait,
@@ -74,9 +75,10 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         async def write() -> None:
             await in_background(save.write, await folder())
 
-        if save.is_captured:
+        if options.memory_budget_bytes is None:
             return write()
-        # More than the memory budget: the caller waits until files have taken up the rest.
+        # The caller waits until files have taken up what the budget cannot hold; on all processes,
+        # which meet in the order of the items, also where this one holds everything.
         writing = save.start(await folder())
 
         async def join() -> None:

@@ -252,11 +252,11 @@ def _publish_differences(
             error: Exception | None = None
             for members in values:
                 for name, value in members.items():
-                    host = gathered(value)
+                    host = gathered(value, group)
                     if owners[name] != group.process_index or error is not None:
                         continue
-                    new = bytes_of(np.ascontiguousarray(as_stored(host)))
                     try:
+                        new = bytes_of(np.ascontiguousarray(as_stored(host)))
                         workers.submit(compare, name, new)
                     except Exception as problem:
                         if group.process_count == 1:

@@ -13,6 +13,7 @@ from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     FormatError,
     InvalidArgumentError,
+    PeerError,
     SafetensorsLayoutError,
 )
 from orbax_safetensors_layout.format import (
@@ -114,32 +115,43 @@ def pull(
             raise InvalidArgumentError("That version was pulled into a folder: give the folder.")
         if is_folder and mapping is not None:
             raise InvalidArgumentError("A folder gets tensors as they are: leave out mapping.")
-        together = not is_folder and (version is None or held is not None)
-        with save_group(folder, options, "pull") if together else ProcessGroup.alone() as group:
-            number = versions.agreed(group) if version is None else version
-            with group.together("looking at the version"):
-                number = versions.newest(number)
-                if not number and base is None:
-                    raise CheckpointNotFoundError(
-                        "no version was published yet",
-                        file=path,
-                        hint="Wait for one, or give base=.",
-                    )
-                chain = versions.chain(number, base)
-                is_loaded = not is_folder and held is None
-                catalog = versions.catalog(chain, base) if is_loaded else None
-            if is_folder:
-                _pull_folder(versions, chain, base, os.fspath(into))
-                return Pulled(number, identity=chain.identity)
-            if held is not None:
-                new = _updated(held, chain, mapping, group=group, donate=donate)
-                if new is not None:
-                    return new
-                into = held.tree
-        if catalog is None:
-            catalog = versions.catalog(chain, base)
-        tree = load_requested(catalog, LoadRequest(into, mapping, None, options))
-        return Pulled(number, tree, chain.identity)
+        chain: VersionChain | None = None
+        if is_folder:
+            chain = _chain(versions, version, base)
+            _pull_folder(versions, chain, base, os.fspath(into))
+            return Pulled(chain.number, identity=chain.identity)
+        if version is None or held is not None:
+            with save_group(folder, options, "pull") as group:
+                number = versions.agreed(group) if version is None else version
+                with group.together("looking at the version"):
+                    chain = _chain(versions, number, base)
+                if held is not None:
+                    new = _updated(held, chain, mapping, group=group, donate=donate)
+                    if new is not None:
+                        return new
+                    into = held.tree
+
+        def open_version() -> Catalog:
+            nonlocal chain
+            if chain is None:
+                chain = _chain(versions, version, base)
+            return versions.catalog(chain, base)
+
+        tree = load_requested(path, LoadRequest(into, mapping, None, options), open_version)
+        assert chain is not None
+        return Pulled(chain.number, tree, chain.identity)
+
+
+def _chain(versions: PublishedVersions, version: int | None, base: PathLike | None) -> VersionChain:
+    """Return what a version, or the newest, is made of."""
+    number = versions.newest(version)
+    if not number and base is None:
+        raise CheckpointNotFoundError(
+            "no version was published yet",
+            file=versions.folder,
+            hint="Wait for one, or give base=.",
+        )
+    return versions.chain(number, base)
 
 
 def _updated(
@@ -161,6 +173,8 @@ def _updated(
             return held
         tree = updated(held.tree, mapping, differences, group=group, donate=donate)
     except Exception as error:  # the others have a PeerError, and cannot know what it is of
+        if isinstance(error, PeerError) and error.is_peer_gone:
+            raise  # that process will not load with the others
         logging.warning("Version %d is loaded anew: %s", chain.number, error)
         return None
     return Pulled(chain.number, tree, chain.identity)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.format import PACKED, storage_dtype
 from orbax_safetensors_layout.mapping import LiveTensors, Mapping, reapplied
 from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
+from orbax_safetensors_layout.reading import values_on_all
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers, allocate
 from orbax_safetensors_layout.sharding import box_of
 
@@ -61,7 +61,7 @@ def updated(
         for batch in _batches(affected):
             tensors = {name: value for part in batch for name, value in part.values().items()}
             new = {
-                name: _copied(as_stored(gathered(value)))
+                name: _copied(as_stored(gathered(value, group)))
                 for name, value in tensors.items()
                 if name in changed
             }
@@ -140,13 +140,17 @@ def check_shared(arrays: Iterable[tuple[str, Any]]) -> None:
             )
 
 
-def gathered(value: Any) -> np.ndarray:
-    """Return an array's values; all processes gather those that several hold."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        if value.is_fully_replicated:
-            return np.asarray(value.addressable_data(0))
-        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
-    return np.asarray(value)
+def gathered(value: Any, group: ProcessGroup) -> np.ndarray:
+    """Return an array's values; all processes gather those that several hold.
+
+    Raises:
+        PeerError: Another process failed, or did not come.
+    """
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return np.asarray(value)
+    if value.is_fully_replicated:
+        return np.asarray(value.addressable_data(0))
+    return values_on_all(value, group, "gathering tensors")
 
 
 def as_stored(values: np.ndarray) -> np.ndarray:

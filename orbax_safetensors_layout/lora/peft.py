@@ -15,7 +15,7 @@ from typing import Any
 
 from orbax_safetensors_layout.catalog import Catalog, suggest_names
 from orbax_safetensors_layout.errors import MappingError, listed
-from orbax_safetensors_layout.load import load as _load
+from orbax_safetensors_layout.load import LoadRequest, load as _load, telling_others
 from orbax_safetensors_layout.mapping import Mapping, overlaid, read_config, rule, tensor
 from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.pytree import leaf_shapes
@@ -53,7 +53,11 @@ def load(path: PathLike, abstract: Any = None, *, options: ReadOptions | None = 
         SafetensorsLayoutError: As from `osl.load`.
     """
     file = join(os.fspath(path), WEIGHTS_FILE)
-    with opened(path, given_or_default(options, ReadOptions)) as (storage, folder):
+    options = given_or_default(options, ReadOptions)
+    with (
+        telling_others(file, LoadRequest(abstract, None, None, options)),
+        opened(path, options) as (storage, folder),
+    ):
         names = Catalog.open(join(folder, WEIGHTS_FILE), storage=storage).names
     rules = [rule(name.removeprefix(PREFIX), tensor(name)) for name in names]
     return _load(file, abstract, mapping=Mapping(rules, strict=False), options=options)

@@ -7,19 +7,28 @@ all the small leaves of a grid.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from orbax_safetensors_layout.errors import PeerError
 from orbax_safetensors_layout.plan import RoundForm
-from orbax_safetensors_layout.runtime import allocate
+from orbax_safetensors_layout.runtime import ProcessGroup, allocate
 from orbax_safetensors_layout.sharding import ReplicaGrid
 
 _BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"
+_PAUSE_SECONDS = 0.001
+_GRACE_SECONDS = 1.0
+# Of gathers that this process began before it failed. Others may not have begun them, and one would
+# then answer with the next gather of something else.
+_unfinished: list[Sequence[jax.Array]] = []
 
 
 class SendBuffer:
@@ -136,3 +145,74 @@ def _program(
     )
     program: Callable[[jax.Array], tuple[jax.Array, ...]] = jax.jit(mapped)
     return program
+
+
+def values_on_all(value: jax.Array, group: ProcessGroup, doing: str) -> np.ndarray:
+    """Return all values of an array that several processes have parts of, and gather together.
+
+    Raises:
+        PeerError: Another process failed, or did not come.
+    """
+    sharding = value.sharding
+    with gathering():
+        if not isinstance(sharding, NamedSharding):  # JAX alone knows the order of its devices
+            return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+        nowhere_split: PartitionSpec = PartitionSpec()  # type: ignore[no-untyped-call]
+        kind = sharding.memory_kind
+        replicated = NamedSharding(sharding.mesh, nowhere_split, memory_kind=kind)
+        whole = jax.jit(_same, out_shardings=replicated)(value)
+    try:
+        await_gathered((whole,), group, doing)
+    except BaseException:
+        leave_unfinished([(whole,)])
+        raise
+    return np.asarray(whole.addressable_data(0))
+
+
+def _same(value: jax.Array) -> jax.Array:
+    return value
+
+
+def await_gathered(arrays: Sequence[jax.Array], group: ProcessGroup, doing: str) -> None:
+    """Waits for what is gathered, while no other process fails, and no longer than a group does."""
+    deadline = time.monotonic() + group.timeout_seconds
+    with gathering():
+        while not _are_ready(arrays):
+            group.check(doing)
+            if time.monotonic() > deadline:
+                raise group.overdue("what other processes have did not come")
+            time.sleep(_PAUSE_SECONDS)
+        for array in arrays:
+            array.block_until_ready()
+
+
+def leave_unfinished(gathers: Iterable[Sequence[jax.Array]]) -> None:
+    """Notes gathers that a failure ends the wait for."""
+    _unfinished.extend(arrays[:1] for arrays in gathers)
+
+
+def await_unfinished() -> bool:
+    """Gives gathers that failed some time to end; returns whether they have."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while _unfinished and time.monotonic() < deadline:
+        _unfinished[:] = [arrays for arrays in _unfinished if not _are_ready(arrays)]
+        time.sleep(_PAUSE_SECONDS)
+    return not _unfinished
+
+
+def _are_ready(arrays: Sequence[Any]) -> bool:
+    return bool(arrays) and all(array.is_ready() for array in arrays)
+
+
+@contextlib.contextmanager
+def gathering() -> Iterator[None]:
+    """Raises what JAX says of a gather as a `PeerError`, but where memory ran out."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        raise PeerError(
+            f"replicas did not come from the processes that read them: {error}",
+            hint="Another process of the program has probably ended; see its log.",
+        ) from error

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import hashlib
 import os
 import socket
-import time
-from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
+from collections.abc import Iterable, Mapping as Dict, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -46,19 +44,21 @@ from orbax_safetensors_layout.sharding import (
 from orbax_safetensors_layout.storage import LocalStorage
 
 from ._jax import DistributedStore
-from .all_gather import SendBuffer, on_host
+from .all_gather import (
+    SendBuffer,
+    await_gathered,
+    await_unfinished,
+    gathering,
+    leave_unfinished,
+    on_host,
+)
 from .array_reader import Wait
 from .leaf_builder import LeafBuilder
 from .resolve import ResolvedLeaf
 
 PLANNING, LOADING = "planning the load", "loading tensors"
 _MOST_IN_FLIGHT = 2  # rounds: one is gathered while the next is put on the devices
-_PAUSE_SECONDS = 0.001
 _SAMPLES = 16  # of local files, by which hosts tell whether theirs are equal
-_GRACE_SECONDS = 1.0
-# Of gathers that a load began before it failed. Other processes may not have begun them, and one
-# would then answer with the next gather of another load.
-_unfinished: list[Sequence[jax.Array]] = []
 
 
 def exchanging(
@@ -290,10 +290,11 @@ def fingerprint_of(
         "shared_bandwidth_bytes_per_second": f"{profile.shared_bytes_per_second:g}",
         "concurrency": str(profile.streams),
         "merged adapters": " ".join(name[:16] for name in merged),
+        "verify": repr(options.verify),
     }
-    if nbytes and not _await_unfinished():
+    if nbytes and not await_unfinished():
         path += f", and began gathers that did not end (process {jax.process_index()}: restart it)"
-    add(options.replicated)
+    add((options.replicated, options.verify))  # to verify is a step of all
     return Fingerprint(
         digest.hexdigest(),
         f"{len(leaves)} leaves of which {nbytes:,} bytes are replicas, in {len(steps)} steps",
@@ -331,7 +332,7 @@ class ReplicaExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _unfinished.extend(arrays[:1] for _, arrays in self._in_flight)
+        leave_unfinished(arrays for _, arrays in self._in_flight)
 
     def begin(self, step: ExchangeStep) -> None:
         """Begins a step, with the gathers of the one before, which all processes have read."""
@@ -342,7 +343,7 @@ class ReplicaExchange:
                     self._land()
             except PeerError as error:  # others may wait in gathers that they have begun
                 failure = error
-            with _gathering():
+            with gathering():
                 self._in_flight.append((round_, ()))  # nothing tells whether one that fails began
                 self._in_flight[-1] = round_, buffer.gather(self._process)
         if failure is not None:
@@ -376,16 +377,7 @@ class ReplicaExchange:
 
     def _land(self) -> None:
         round_, gathered = self._in_flight[0]
-        arrays: tuple[Any, ...] = gathered
-        deadline = time.monotonic() + self._group.timeout_seconds
-        with _gathering():
-            while not _are_ready(arrays):
-                self._group.check(LOADING)
-                if time.monotonic() > deadline:
-                    raise self._group.overdue("what other processes read did not come")
-                time.sleep(_PAUSE_SECONDS)
-            for array in arrays:
-                array.block_until_ready()
+        await_gathered(gathered, self._group, LOADING)
         self._in_flight.popleft()
         is_direct = round_.form.is_direct
         rows = {} if is_direct else on_host(round_.form, gathered, self._process)
@@ -460,29 +452,3 @@ def _described(leaves: Sequence[ResolvedLeaf], files: Dict[str, str]) -> list[st
         f" {_stored_places(_entries(region.source), files)}".replace("\n", ", ")
         for _, abstract, region in sorted(leaves, key=lambda leaf: leaf.region.name)
     ]
-
-
-def _await_unfinished() -> bool:
-    """Gives the gathers of failed loads some time to end; returns whether they have."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while _unfinished and time.monotonic() < deadline:
-        _unfinished[:] = [arrays for arrays in _unfinished if not _are_ready(arrays)]
-        time.sleep(_PAUSE_SECONDS)
-    return not _unfinished
-
-
-def _are_ready(arrays: Sequence[Any]) -> bool:
-    return bool(arrays) and all(array.is_ready() for array in arrays)
-
-
-@contextlib.contextmanager
-def _gathering() -> Iterator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            raise
-        raise PeerError(
-            f"replicas did not come from the processes that read them: {error}",
-            hint="Another process of the program has probably ended; see its log.",
-        ) from error

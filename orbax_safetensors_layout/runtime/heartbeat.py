@@ -1,14 +1,17 @@
-"""Heartbeats: each process renews a key, so that the others notice when it was killed."""
+"""Heartbeats: each process renews a key, so that others notice when it was killed, or has left."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from typing import Protocol
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0  # longer than any thread of a live process is kept from running
+
+_END = "end"  # in place of the number of a beat
 
 
 class KeyValueStore(Protocol):
@@ -23,16 +26,21 @@ class KeyValueStore(Protocol):
 
 
 class Heartbeat:
-    """A thread that renews the key of this process, `prefix/process_index`, once a second."""
+    """A thread that renews the key of this process, `prefix/process_index`, once a second.
 
-    def __init__(self, store: KeyValueStore, prefix: str, process_index: int) -> None:
+    It looks at those of all processes, or of the one that is `watched`.
+    """
+
+    def __init__(
+        self, store: KeyValueStore, prefix: str, process_index: int, watched: int | None
+    ) -> None:
         self._store = store
         self._prefix = prefix
-        self._process_index = process_index
+        self._key = f"{prefix}/{process_index}"
+        self._watched = watched
         self._stopped = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self._next_look_seconds = 0.0
-        self._beats = 0
         self._thread = threading.Thread(
             target=self._keep_beating, name="safetensors-heartbeat", daemon=True
         )
@@ -45,24 +53,38 @@ class Heartbeat:
         self.end()
         self._thread.join(SILENCE_SECONDS)
 
-    def dead_processes(self) -> set[int]:
-        """Return the processes whose heartbeat has stopped for `SILENCE_SECONDS`."""
+    def gone(self) -> dict[int, bool]:
+        """Return the processes without a heartbeat: whether it stopped for `SILENCE_SECONDS`.
+
+        Otherwise the process has ended it.
+        """
         now = time.monotonic()
         if now >= self._next_look_seconds:
             self._next_look_seconds = now + HEARTBEAT_SECONDS
-            for key, value in self._store.list(f"{self._prefix}/").items():
-                process = int(key.rpartition("/")[2])
+            for process, value in self._look().items():
                 if self._seen.get(process, ("", 0.0))[0] != value:
                     self._seen[process] = value, time.monotonic()
-        return {p for p, (_, seen) in self._seen.items() if now - seen > SILENCE_SECONDS}
+        return {
+            process: value != _END
+            for process, (value, seen) in self._seen.items()
+            if value == _END or now - seen > SILENCE_SECONDS
+        }
 
-    def _beat(self) -> None:
+    def _look(self) -> dict[int, str]:
+        if self._watched is None:
+            beats = self._store.list(f"{self._prefix}/").items()
+            return {int(key.rpartition("/")[2]): value for key, value in beats}
+        beat = self._store.peek(f"{self._prefix}/{self._watched}")
+        return {} if beat is None else {self._watched: beat}
+
+    def _beat(self, value: object) -> None:
         # If the store is gone, so is the first process: who waits for it gets an error.
         with contextlib.suppress(Exception):
-            self._store.renew(f"{self._prefix}/{self._process_index}", str(self._beats))
-        self._beats += 1
+            self._store.renew(self._key, str(value))
 
     def _keep_beating(self) -> None:
-        self._beat()  # at once: a process that is killed from now on is missed
-        while not self._stopped.wait(HEARTBEAT_SECONDS):
-            self._beat()
+        for number in itertools.count():
+            self._beat(number)  # at once: a process that is killed from now on is missed
+            if self._stopped.wait(HEARTBEAT_SECONDS):
+                break
+        self._beat(_END)

@@ -36,7 +36,8 @@ _WAIT_SECONDS = 5.0  # a wait in the store cannot be interrupted
 _MOST_SHOWN = 300  # characters of a part
 _KEPT_GROUPS = 64  # no process is so many operations behind another
 
-_counts: Counter[tuple[str, str, str]] = Counter()  # by purpose, processes and name
+# By the store, purpose, processes and name.
+_counts: Counter[tuple[KeyValueStore | None, str, str, str]] = Counter()
 _finished: deque[str] = deque()
 _counts_lock = threading.Lock()
 _constants: dict[tuple[KeyValueStore, str], dict[int, str]] = {}  # by process
@@ -58,11 +59,16 @@ _CONTENT, _PLACE = 4, 5  # in what a statement agrees to
 
 
 class _Statement(NamedTuple):
-    """A process's word on a step, in JSON; a verdict on all of them is the failure, or null."""
+    """A process's word on a step, in JSON; a verdict on all of them is the failure, or null.
+
+    The first failure of an operation is left where all look, whatever step they are at.
+    """
 
     process: int
     error: str | None = None
     follows: bool = False  # whether the error follows from that of another process
+    gone: bool = False  # whether the process takes no part in what follows
+    doing: str = ""  # what the step is called
     agree: Sequence[Any] = ()  # its fingerprint
     apart: str = ""  # of a verdict: why each process goes on by itself
     differs: bool = False  # of a verdict: whether the process has something else than the first
@@ -104,8 +110,9 @@ class ProcessGroup:
         with self._reaching_others(f"beginning to {purpose}"):
             late = {} if self._store is None else self._store.list(self._late)
         with _counts_lock:
-            self.number = 1 + max(_counts[purpose, members, name], *map(int, late.values()), 0)
-            _counts[purpose, members, name] = self.number
+            count = self._store, purpose, members, name
+            self.number = 1 + max(_counts[count], *map(int, late.values()), 0)
+            _counts[count] = self.number
         self._key = f"{operations}/{self.number}/{place}"
         self._step = 0
         self._is_over = self._has_arrived = self._has_given_up = False
@@ -114,7 +121,10 @@ class ProcessGroup:
         self._next_check_seconds = time.monotonic() + _CHECK_SECONDS
         self._heartbeat: Heartbeat | None = None
         if self._store is not None:
-            self._heartbeat = Heartbeat(self._store, f"{self._key}/heartbeat", process_index)
+            watched = None if self.is_leader else self._processes[0]
+            self._heartbeat = Heartbeat(
+                self._store, f"{self._key}/heartbeat", process_index, watched
+            )
             weakref.finalize(self, self._heartbeat.end)  # of an operation that is given up
 
     @classmethod
@@ -179,8 +189,7 @@ class ProcessGroup:
                 if broadcast and self.is_leader:
                     self._store.set(f"{key}/broadcast", broadcast)
                 if not self._has_arrived or error is not None:
-                    statement = self._statement(error, agree)
-                    self._say(self._store, step, statement)
+                    self._say(self._store, step, self._statement(doing, error, agree))
                 self._has_arrived = False
                 if self.is_leader:
                     verdict = self._collect(self._store, step, doing)
@@ -190,7 +199,7 @@ class ProcessGroup:
         except BaseException as problem:
             if self.is_leader:
                 with contextlib.suppress(Exception):  # the first error is raised
-                    self._announce(self._store, step, self._statement(problem))
+                    self._announce(self._store, step, self._statement(doing, problem))
             self.fail(error or problem)  # for instance an interrupt, which others do not know of
             if error is not None and not isinstance(error, PeerError):
                 raise error from None
@@ -249,8 +258,7 @@ class ProcessGroup:
         """
         if self._store is not None and not self._is_over:
             with self._reaching_others(doing):
-                statement = self._statement(None, agree)
-                self._say(self._store, self._step, statement)
+                self._say(self._store, self._step, self._statement(doing, None, agree))
             self._has_arrived = True
 
     def check(self, doing: str) -> None:
@@ -266,11 +274,11 @@ class ProcessGroup:
         with self._reaching_others(doing):
             if self.is_leader:
                 statements = self._statements(self._store, self._step)
-                verdict = self._verdict(statements)
+                verdict = self._verdict(self._store, statements)
                 if verdict is not None or len(statements) == self.process_count:
                     self._announce(self._store, self._step, verdict)
             else:
-                verdict = _parse(self._store.peek(f"{self._key}/{self._step}/verdict") or "null")
+                verdict = self._told(self._store, self._step)
         if verdict is not None and verdict.apart:
             self._is_over, self.apart = True, verdict.apart
         elif verdict is not None:
@@ -289,7 +297,7 @@ class ProcessGroup:
             with contextlib.suppress(Exception):
                 keys = self._store.list(f"{self._key}/left/")
                 left = {int(key.rpartition("/")[2]) for key in keys}
-                if len(left | self._dead_processes()) >= self.process_count:
+                if len(left.union(self._gone())) >= self.process_count:
                     return
             time.sleep(_LONGEST_PAUSE_SECONDS / 5)
 
@@ -309,7 +317,7 @@ class ProcessGroup:
         if self._store is None or self._is_over:
             return
         self._is_over = True
-        statement = self._statement(error)
+        statement = self._statement("", error)
         with contextlib.suppress(Exception):  # the first error is raised
             if self.is_leader:
                 self._announce(self._store, self._step, statement)
@@ -328,17 +336,25 @@ class ProcessGroup:
             ) from error
 
     def _statement(
-        self, error: BaseException | None, agree: Fingerprint | None = None
+        self, doing: str, error: BaseException | None, agree: Fingerprint | None = None
     ) -> _Statement:
         if agree is not None:
             self._parts = agree.parts
         text = None if error is None else f"{type(error).__name__}: {error}"
         follows = isinstance(error, PeerError) and not self._has_given_up
+        gone = error is not None and not isinstance(error, Exception)
         digest = () if agree is None else (*agree[:4], agree.content, agree.place)
-        return _Statement(self.process_index, text, follows, digest)
+        return _Statement(self.process_index, text, follows, gone, doing, digest)
 
     def _say(self, store: KeyValueStore, step: int, statement: _Statement) -> None:
+        self._leave_failure(store, statement)
         store.renew(self._said(step, self.process_index), json.dumps(statement))
+
+    def _leave_failure(self, store: KeyValueStore, statement: _Statement | None) -> None:
+        if statement is None or statement.error is None or statement.follows:
+            return
+        if store.peek(f"{self._key}/failure") is None:
+            store.renew(f"{self._key}/failure", json.dumps(statement))
 
     def _said(self, step: int, process: int) -> str:
         return f"{self._key}/{step}/said/{process}"
@@ -347,23 +363,39 @@ class ProcessGroup:
         texts = store.list(f"{self._key}/{step}/said/")
         return [_Statement(*json.loads(text)) for text in texts.values()]
 
-    def _verdict(self, statements: Sequence[_Statement]) -> _Statement | None:
-        """Return the first error, or a killed process: it is missing and has no heartbeat.
+    def _verdict(self, store: KeyValueStore, statements: Sequence[_Statement]) -> _Statement | None:
+        """Return the first failure, or a process that is gone and has not come to the step.
 
         Of all processes, also one that has something else than the first.
         """
-        failure = _first_failure(statements, follows=False)
+        gone = {} if len(statements) == self.process_count else self._gone()
+        if (text := store.peek(f"{self._key}/failure")) is not None:
+            return _parse(text)
         if len(statements) == self.process_count:
-            failure = failure or _first_failure(statements, follows=True)
-            return failure or _disagreement(statements, self._purpose) or _parting(statements)
-        dead = self._dead_processes() - {statement.process for statement in statements}
-        if failure is None and dead:
-            text = f"no sign of life for {heartbeat.SILENCE_SECONDS:g} s; it was probably killed"
-            return _Statement(min(dead), text)
-        return failure
+            followed = min((s for s in statements if s.error is not None), default=None)
+            return followed or _disagreement(statements, self._purpose) or _parting(statements)
+        for statement in statements:
+            gone.pop(statement.process, None)
+        return min(gone.values(), default=None)
 
-    def _dead_processes(self) -> set[int]:
-        return set() if self._heartbeat is None else self._heartbeat.dead_processes()
+    def _told(self, store: KeyValueStore, step: int) -> _Statement | None:
+        """Return the first failure or a step's verdict, or the first process if it is gone."""
+        gone = self._gone()
+        for key in ("failure", f"{step}/verdict"):
+            if (text := store.peek(f"{self._key}/{key}")) is not None:
+                return _parse(text)
+        return gone.get(self._processes[0])
+
+    def _gone(self) -> dict[int, _Statement]:
+        """Return processes that were killed or have left: of all, or whether the first one has."""
+        if self._heartbeat is None:
+            return {}
+        killed = f"no sign of life for {heartbeat.SILENCE_SECONDS:g} s; it was probably killed"
+        left = f"its {self._purpose} ended before that"
+        return {
+            process: _Statement(process, killed if is_dead else left, gone=is_dead)
+            for process, is_dead in self._heartbeat.gone().items()
+        }
 
     def overdue(self, what: str) -> PeerError:
         """Return the error that `what` did not happen in time, which then fails all.
@@ -388,7 +420,9 @@ class ProcessGroup:
         if verdict.differs:
             with contextlib.suppress(Exception):  # the others may have ended
                 text += self._difference(verdict.process)
-        return PeerError(text, file=self._path)
+        error = PeerError(text, file=self._path)
+        error.is_peer_gone = verdict.gone
+        return error
 
     def _difference(self, other: int) -> str:
         """Say which parts of the first process and another one are the first that differ."""
@@ -415,6 +449,7 @@ class ProcessGroup:
         if step > self._announced:
             self._announced = step
             store.set(f"{self._key}/{step}/verdict", json.dumps(verdict))
+        self._leave_failure(store, verdict)
 
     def _collect(self, store: KeyValueStore, step: int, doing: str) -> _Statement | None:
         """Waits for the statements of all processes, or the first error; returns the verdict."""
@@ -422,7 +457,7 @@ class ProcessGroup:
         while True:
             check_cancelled()
             statements = self._statements(store, step)
-            verdict = self._verdict(statements)
+            verdict = self._verdict(store, statements)
             if verdict is not None or len(statements) == self.process_count:
                 return verdict
             missing = sorted({*self._processes} - {s.process for s in statements})
@@ -437,6 +472,8 @@ class ProcessGroup:
     def _await_verdict(self, store: KeyValueStore, step: int, doing: str) -> _Statement | None:
         deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
         while (text := self._await(store, f"{self._key}/{step}/verdict", deadline)) is None:
+            if (told := self._told(store, step)) is not None:
+                return told
             if time.monotonic() > deadline:
                 spoke = {statement.process for statement in self._statements(store, step)}
                 raise self._missing_error({*self._processes} - spoke or {self._processes[0]}, doing)
@@ -469,15 +506,13 @@ def _possession(statement: _Statement, other: _Statement) -> str:
     return f"process {statement.process} has {description}{by}"
 
 
-def _first_failure(statements: Sequence[_Statement], *, follows: bool) -> _Statement | None:
-    failures = (s for s in statements if s.error is not None and s.follows == follows)
-    return min(failures, default=None)
-
-
 def _disagreement(statements: Sequence[_Statement], purpose: str) -> _Statement | None:
-    """Return the failure of a process whose fingerprint is not the first one's."""
+    """Return the failure of a process whose step or fingerprint is not the first one's."""
     first, *others = sorted(statements)
     for other in others:
+        if other.doing != first.doing:
+            at = " and ".join(f"process {s.process} is {s.doing}" for s in (first, other))
+            return _Statement(other.process, f"processes do not do the same: {at}")
         if other.agree[:1] != first.agree[:1]:
             has = f"{_possession(first, other)}; {_possession(other, first)}"
             text = f"it has something else to {purpose}: {has}. {first.agree[2]}"

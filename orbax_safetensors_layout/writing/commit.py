@@ -54,12 +54,17 @@ def commit_when_complete(
     )
     error: BaseException | None = None
     try:
-        with group.together("preparing the folder"):
+        try:
             if group.is_leader:
                 new_folder.begin()
                 exists = functools.partial(is_safetensors_checkpoint, storage=storage)
                 check_target(storage, new_folder.target, sidecar_files, overwrite, exists)
                 new_folder.prepare()
+        except BaseException as problem:
+            error = problem
+        new_folder.folder = group.barrier(
+            "preparing the folder", error, broadcast=new_folder.folder
+        )
         yield new_folder
         if storage.uploads:
             with group.together("sending the files"):
@@ -69,10 +74,12 @@ def commit_when_complete(
     except BaseException as problem:
         error = problem
         group.abandon()
-        if group.is_leader:
+    try:
+        if error is not None and group.is_leader:
             group.await_others()
-    if group.is_leader:
-        new_folder.end()
+    finally:
+        if group.is_leader:
+            new_folder.end()
     group.barrier("committing the checkpoint", error)
 
 

@@ -8,6 +8,7 @@ import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
+from orbax_safetensors_layout.errors import StorageError, listed
 from orbax_safetensors_layout.format import (
     DIGESTS,
     MANIFEST,
@@ -195,7 +196,16 @@ class CheckpointFolder:
             files = with_digests(files, digests)
         self._write(files)
         own = self._small_files.union(plan.names)
-        for name in self.storage.list(self.path):  # what an abandoned save left would pass for own
+        present = self.storage.list(self.path)
+        if missing := sorted({*plan.names}.difference(present)):
+            raise StorageError(
+                "files that processes have written are not in the folder",
+                file=self.path,
+                expected=listed(missing),
+                found=listed([*present]),
+                hint="All processes must write to one file system, or one bucket.",
+            )
+        for name in present:  # what an abandoned save left would pass for own
             if appearance_rank(name) is not None and name not in own:
                 self.storage.remove(join(self.path, name))
         if plan.exchanges or self._options.digests:

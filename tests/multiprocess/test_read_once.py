@@ -12,6 +12,8 @@ from checkpoints import llama_like, random_tensor, save
 from programs import run_processes
 from sampling import every
 
+import orbax_safetensors_layout as osl
+
 PROMPT_SECONDS = 60  # far below the time-outs, far above what a busy machine needs
 
 
@@ -85,6 +87,20 @@ def test_processes_that_load_differently_are_told(path, where):
     for text, _ in results:
         assert "PeerError: process 1 failed while " in text
         assert ": it has something else" in text
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_one_that_alone_verifies_is_told(tmp_path, guilty):
+    path = str(tmp_path / "model")
+    osl.save(path, llama_like(layers=3), options=osl.WriteOptions(digests=True))
+    results = run_processes(
+        "read_once_fail.py", processes=2, devices=1, path=path, guilty=guilty, where="verify"
+    )
+    for text, seconds in results:
+        assert "PeerError: process 1 failed while planning the load" in text
+        assert f"process {guilty} has" in text
+        assert "verify=True" in text
+        assert seconds < PROMPT_SECONDS
 
 
 @pytest.mark.slow

@@ -96,3 +96,13 @@ def test_the_arrays_may_go_under_a_memory_budget(tmp_path, api):
         tensors = opened(tmp_path / str(step) / "state")
         for name, value in TENSORS.items():
             assert_same_bits(tensors[f"params.{name}"], value)
+
+
+@pytest.mark.parametrize("route", ["layout", "handlers"])
+def test_items_that_one_process_writes_and_cannot_hold(tmp_path, route):
+    """Process 1 has nothing to write, and goes on to the next item when process 0 does."""
+    run_processes(
+        "save_orbax_multiprocess_items.py", processes=2, devices=1, root=str(tmp_path), route=route
+    )
+    for number, name in enumerate("abc"):
+        assert (opened(tmp_path / "0" / name)["w"] == number).all()

@@ -37,7 +37,9 @@ def main(target):
     first = osl.pull(target, trees[0], version=1)
     is_odd = jax.process_index() == 1
     found = {
-        "differs": outcome(lambda: osl.pull(target, osl.Pulled(2, trees[1]) if is_odd else first))
+        "differs": outcome(lambda: osl.pull(target, osl.Pulled(2, trees[1]) if is_odd else first)),
+        "held by 1": outcome(lambda: osl.pull(target, first if is_odd else trees[0])),
+        "held by 0": outcome(lambda: osl.pull(target, trees[0] if is_odd else first)),
     }
 
     def fail(*args, **kwargs):
@@ -50,6 +52,8 @@ def main(target):
         for into in (trees[0], first):
             key = f"{name} {'in place' if into is first else 'anew'}"
             found[key] = outcome(lambda into=into: osl.pull(target, into))
+        key = f"{name} of a version"
+        found[key] = outcome(lambda: osl.pull(target, trees[0], version=2))
         setattr(versions, name, whole)
 
     one = {**trees[0], "one": placed(1, P(), jax.devices()[:2])}

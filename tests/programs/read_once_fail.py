@@ -58,7 +58,8 @@ def main(path, guilty, where):
 
     if where == "gather" and is_guilty:
         SendBuffer.gather = gather_or_die
-    options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=1 << 16)
+    verify = where == "verify" and is_guilty
+    options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=1 << 16, verify=verify)
     started = time.monotonic()
     try:
         with recording() as storage:

@@ -10,10 +10,16 @@ def main(path, target, kind):
     osl.save(target, {"old": np.arange(3)})
     if kind == "local":
         tree["count"] = jax.numpy.asarray(7)
-    elif jax.process_index() == 1:
+    elif kind == "tree" and jax.process_index() == 1:
         tree.pop("odd")
+    mapping = None
+    if kind == "mapping":
+        scale = 2.0 + jax.process_index()
+        mapping = osl.Mapping([osl.rule("head", osl.tensor("head").scale(scale, lossy_inverse=True))])
+        tree = {"head": next(iter(tree.values())).astype(np.float32)}
+    options = osl.WriteOptions(max_file_bytes=200_000)
     try:
-        osl.save(target, tree, overwrite=True, options=osl.WriteOptions(max_file_bytes=200_000))
+        osl.save(target, tree, mapping=mapping, overwrite=True, options=options)
     except osl.PeerError as error:
         text = str(error)
     else:

@@ -109,6 +109,12 @@ def make_groups(
     return groups
 
 
+def _silence(group: ProcessGroup) -> None:
+    """Ends the heartbeat of a process as if it was killed."""
+    group._heartbeat._beat = lambda *_: None
+    group._heartbeat.stop()
+
+
 @pytest.fixture
 def store():
     return MemoryStore()
@@ -456,10 +462,16 @@ def test_a_missing_process_is_named(store, missing):
 def test_a_missing_leader_is_named(monkeypatch):
     monkeypatch.setattr(process_group, "_GRACE_SECONDS", 0.1)
     store = MemoryStore(patience=0.01)
+    given_up = threading.Semaphore(0)
 
     def work(group):
-        if not group.is_leader:
+        if group.is_leader:
+            assert all(given_up.acquire(timeout=PROMPT_SECONDS) for _ in range(2))
+            return
+        try:
             group.barrier("writing shards")
+        finally:
+            given_up.release()
 
     errors = together(store, 3, work, name="no leader", timeout_seconds=1.0)
     for error in errors[1:]:
@@ -537,7 +549,7 @@ def test_whoever_gives_no_sign_of_life_is_named_by_all(store, monkeypatch):
     def work(group):
         group.barrier("a first step")
         if group.process_index == 2:  # killed: says nothing more
-            group._heartbeat.stop()
+            _silence(group)
             group.fail = group.close = lambda *_: None
             return "killed"
         with group.together("a step"):
@@ -560,7 +572,7 @@ def test_nobody_waits_for_one_that_was_killed_to_leave(store, monkeypatch):
     def work(group):
         group.barrier("a first step")
         if group.process_index == 1:
-            group._heartbeat.stop()
+            _silence(group)
             group.fail = group.close = lambda *_: None
             return None
         group.abandon()
@@ -774,8 +786,9 @@ def test_a_wait_for_others_can_be_cancelled(store, process, waiting):
                 return group.constants("naming", f"cancelled {process}", "here")
             return group.barrier("a step")
 
-    group = make_groups(store, 2, "cancelled")[process]
-    with Cancellation() as cancellation, ThreadPoolExecutor(1) as pool:
+    groups = make_groups(store, 2, "cancelled")
+    group, other = groups[process], groups[1 - process]
+    with other, Cancellation() as cancellation, ThreadPoolExecutor(1) as pool:  # it does not come
         waits = pool.submit(contextvars.copy_context().run, wait, group)
         time.sleep(0.5)
         assert not waits.done()
@@ -797,3 +810,119 @@ def test_what_the_first_process_tells_reaches_all(store):
 
     assert together(store, 3, tell, name="/a") == [["said by 0", "", "said by 0"]] * 3
     assert together(store, 1, tell, name="/b") == [["said by 0", "", "said by 0"]]
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("how", ["ended", "dropped"])
+def test_who_goes_one_step_further_than_another_is_told_so(store, leaver, how):
+    """Long before the time limit, whether the other one ended normally or was never used."""
+    groups = make_groups(store, 2, f"{how} {leaver}")
+
+    def run(group):
+        with group:
+            group.barrier("loading")
+            if group.process_index != leaver:
+                group.barrier("verifying")
+
+    if how == "dropped":
+        groups[leaver] = None
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(run, group) for group in groups if group is not None]
+        error = next(filter(None, (d.exception(PROMPT_SECONDS) for d in done)))
+    assert isinstance(error, osl.PeerError)
+    at = "loading" if how == "dropped" else "verifying"
+    assert f"process {leaver} failed while {at}: its save ended before that" in str(error)
+    assert not error.is_peer_gone
+
+
+def test_processes_at_different_steps_are_an_error_of_all(store):
+    def work(group):
+        group.barrier("preparing the folder" if group.is_leader else "removing what is left")
+
+    for error in together(store, 2, work, name="steps"):
+        assert "process 0 is preparing the folder and process 1 is removing what is left" in str(
+            error
+        )
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_reaches_those_that_work_after_all_have_arrived(store, failing):
+    """The first process has told already that all went well."""
+    told = threading.Event()
+
+    def work(group):
+        group.arrive("planning", _fingerprint("one"))
+        if group.is_leader:
+            while f"{group._key}/0/verdict" not in store.values:
+                group.check("loading")
+                time.sleep(0.05)
+            told.set()
+        if group.process_index == failing:
+            assert told.wait(PROMPT_SECONDS)
+            raise OSError("the disk is gone")
+        deadline = time.monotonic() + PROMPT_SECONDS
+        while time.monotonic() < deadline:
+            group.check("loading")
+            time.sleep(0.05)
+
+    errors = together(store, 3, work, name=f"told {failing}")
+    assert isinstance(errors.pop(failing), OSError)
+    for error in errors:
+        assert f"process {failing} failed while loading: OSError: the disk is gone" in str(error)
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_who_is_interrupted_while_all_wait_for_a_slow_one_fails_all(store, interrupted):
+    """Before the slow one comes."""
+    ended = threading.Semaphore(0)
+
+    def work(group):
+        if group.process_index == 2:
+            assert all(ended.acquire(timeout=PROMPT_SECONDS) for _ in range(2))
+            group.barrier("a step")
+        try:
+            if group.process_index == interrupted:
+                name = "list" if group.is_leader else "get"
+                group._store = copy.copy(store)
+                setattr(group._store, name, interrupt)
+            group.barrier("a step")
+        finally:
+            ended.release()
+
+    def interrupt(*_):
+        time.sleep(1)
+        raise KeyboardInterrupt("enough")
+
+    errors = together(store, 3, work, name=f"slow {interrupted}")
+    for process, error in enumerate(errors):
+        if process == interrupted:
+            assert isinstance(error, KeyboardInterrupt)
+        else:
+            assert isinstance(error, osl.PeerError)
+            assert "KeyboardInterrupt: enough" in str(error)
+            assert error.is_peer_gone
+
+
+@pytest.mark.parametrize("waiting", ["barrier", "check"])
+def test_a_first_process_that_was_killed_is_noticed(store, monkeypatch, waiting):
+    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(process_group, "_WAIT_SECONDS", 0.2)
+
+    def work(group):
+        group.barrier("a first step")
+        if group.is_leader:
+            _silence(group)
+            group.fail = group.close = lambda *_: None
+            return
+        deadline = time.monotonic() + PROMPT_SECONDS
+        while time.monotonic() < deadline:
+            if waiting == "barrier":
+                group.barrier("a step")
+            group.check("a step")
+            time.sleep(0.05)
+
+    for error in together(store, 3, work, name=f"killed {waiting}")[1:]:
+        assert isinstance(error, osl.PeerError)
+        assert "process 0 failed while a step: no sign of life for 0.5 s" in str(error)
+        assert error.is_peer_gone
