@@ -204,7 +204,7 @@ class PublishedVersions:
         """Return what version `number` is made of; one that is missing raises."""
         differences: list[Difference] = []
         at = number
-        origin = b"" if base is None else _model_text(base)
+        origin = b""
         while at:
             folder = self.path(at)
             if not self.storage.is_file(file := join(folder, MAIN_INDEX)):
@@ -224,6 +224,8 @@ class PublishedVersions:
                 break
             differences.append(Difference(self.storage, folder, at, kind))
             at = kind.base
+        if not at and base is not None:
+            origin = _model_identity(base)
         digest = hashlib.sha256(origin).digest()
         return VersionChain(number, at, tuple(reversed(differences)), digest)
 
@@ -243,9 +245,12 @@ class PublishedVersions:
         return versioned(whole, chain.differences) if chain.differences else whole
 
 
-def _model_text(base: PathLike) -> bytes:
-    local = local_path(text := os.fsdecode(base))
-    return os.fsencode(text if local is None else os.path.realpath(local))
+def _model_identity(base: PathLike) -> bytes:
+    """Return what tells a model from others, and from what was in its place before."""
+    with Catalog.open(base) as catalog:
+        files = [(file, catalog.storage.identity(file)) for file in catalog.files]
+        local = local_path(text := os.fsdecode(base))
+        return repr((text if local is None else os.path.realpath(local), files)).encode()
 
 
 def versioned(whole: Catalog, differences: Sequence[Difference]) -> Catalog:

@@ -278,7 +278,7 @@ class ProcessGroup:
                 if verdict is not None or len(statements) == self.process_count:
                     self._announce(self._store, self._step, verdict)
             else:
-                verdict = self._told(self._store, self._step)
+                verdict = self._read_verdict(self._store, self._step)
         if verdict is not None and verdict.apart:
             self._is_over, self.apart = True, verdict.apart
         elif verdict is not None:
@@ -378,7 +378,7 @@ class ProcessGroup:
             gone.pop(statement.process, None)
         return min(gone.values(), default=None)
 
-    def _told(self, store: KeyValueStore, step: int) -> _Statement | None:
+    def _read_verdict(self, store: KeyValueStore, step: int) -> _Statement | None:
         """Return the first failure or a step's verdict, or the first process if it is gone."""
         gone = self._gone()
         for key in ("failure", f"{step}/verdict"):
@@ -472,8 +472,8 @@ class ProcessGroup:
     def _await_verdict(self, store: KeyValueStore, step: int, doing: str) -> _Statement | None:
         deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
         while (text := self._await(store, f"{self._key}/{step}/verdict", deadline)) is None:
-            if (told := self._told(store, step)) is not None:
-                return told
+            if (failure := self._read_verdict(store, step)) is not None:
+                return failure
             if time.monotonic() > deadline:
                 spoke = {statement.process for statement in self._statements(store, step)}
                 raise self._missing_error({*self._processes} - spoke or {self._processes[0]}, doing)

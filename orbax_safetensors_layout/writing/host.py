@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -250,15 +251,24 @@ def _region(shard: jax.Array, box: Box, region: Box) -> jax.Array:
     """Return a region of a shard, copied on its device."""
     common = box.intersect(region)
     assert common is not None
-    start = np.subtract(common.start, box.start).astype(np.int32)
+    start = tuple(np.subtract(common.start, box.start).tolist())
+    if max(start, default=0) > np.iinfo(np.uint32).max:
+        return _slice_at(shard, start, common.shape)
     # Put there explicitly, which a transfer guard allows; one compilation for all equal regions.
-    copied: jax.Array = _slice(shard, jax.device_put(start, shard.sharding), common.shape)
+    on_device = jax.device_put(np.array(start, np.uint32), shard.sharding)
+    copied: jax.Array = _slice(shard, on_device, common.shape)
     return copied
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _slice(array: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_slice(array, [*start], shape)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _slice_at(array: jax.Array, start: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Return a slice from where no index of 32 bits leads; compiled for each."""
+    return jax.lax.slice(array, start, [*map(operator.add, start, shape)])
 
 
 def _to_host(shards: Sequence[jax.Array]) -> list[jax.Array]:

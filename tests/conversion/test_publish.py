@@ -380,6 +380,31 @@ def test_a_version_of_another_model_is_refused(published, tmp_path):
         osl.pull(tmp_path / "all", version=6)
 
 
+@pytest.mark.parametrize("into", ["folder", "tree"])
+def test_what_was_pulled_of_a_model_that_was_replaced_is_pulled_anew(tmp_path, into):
+    """Even where the version changes no tensor in which the two models differ."""
+
+    def pull(version, held):
+        target = held if into == "tree" else tmp_path / "own"
+        pulled = osl.pull(folder, target, version=version, base=base)
+        return pulled if into == "tree" else osl.load(tmp_path / "own")
+
+    def values(pulled):
+        tree = pulled.tree if into == "tree" else pulled
+        return {name: np.asarray(value).tolist() for name, value in tree.items()}
+
+    folder, base = tmp_path / "versions", tmp_path / "base"
+    tree = {"head": np.zeros(4, np.float32), "layer": np.zeros(4, np.float32)}
+    osl.save(base, tree)
+    first = pull(0, None)
+    tree["head"] = np.ones(4, np.float32)
+    osl.save(base, tree, overwrite=True)
+    assert values(pull(0, first)) == {"head": [1] * 4, "layer": [0] * 4}
+    tree["layer"] = np.ones(4, np.float32)
+    osl.publish(folder, tree, base=base)
+    assert values(pull(1, first)) == {"head": [1] * 4, "layer": [1] * 4}
+
+
 def test_a_folder_that_was_changed_is_pulled_anew(published, tmp_path):
     folder, seen = published
     osl.pull(folder, tmp_path / "own", version=6)

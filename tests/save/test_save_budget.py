@@ -28,6 +28,8 @@ from saved_files import assert_saved
 from saving import opened
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.geometry import Box
+from orbax_safetensors_layout.runtime import allocate
 from orbax_safetensors_layout.writing import host
 from orbax_safetensors_layout.writing.folder import OpenFile
 
@@ -248,3 +250,13 @@ def test_the_budget_of_orbaxs_context(tmp_path, option):
             array.delete()
         response.result()
     assert opened(tmp_path / "a" / "state").keys() == set(NAMES)
+
+
+@pytest.mark.parametrize("start", [(1 << 31) - 8, 1 << 31, 1 << 32])
+def test_what_is_cut_from_beyond_the_range_of_an_index_of_32_bits(start):
+    """Of a buffer as of a flat optimizer state, of whose memory few pages are touched."""
+    values = allocate(start + 64)  # which the device has as it is
+    values[start + 5] = 7
+    on_device = jax.device_put(values)
+    box, region = Box.whole((start + 64,)), Box((start,), (start + 16,))
+    assert np.flatnonzero(host._region(on_device, box, region)).tolist() == [5]
