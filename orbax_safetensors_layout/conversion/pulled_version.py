@@ -271,15 +271,17 @@ def _write_version(catalog: Catalog, chain: VersionChain, folder: str) -> None:
         new = place.folder
         for name, data in sidecar_files.items():
             write_file(storage, join(new, name), data, durable=True)
-        with Workers(_THREADS, "safetensors-pull", catalog.storage.interrupt) as workers:
-            for file in catalog.files:
-                size = catalog.storage.size(file)
-                storage.make_folder(os.path.dirname(join(new, names[file])))
-                with new_file(storage, join(new, names[file]), size, durable=True) as writer:
-                    for start in range(0, size, _BLOCK_BYTES):
-                        stop = min(start + _BLOCK_BYTES, size)
-                        workers.submit(_copy, catalog, file, start, stop, writer)
-                    workers.join()
+        for file in catalog.files:
+            size = catalog.storage.size(file)
+            storage.make_folder(os.path.dirname(join(new, names[file])))
+            with (
+                new_file(storage, join(new, names[file]), size, durable=True) as writer,
+                Workers(_THREADS, "safetensors-pull", catalog.storage.interrupt) as workers,
+            ):  # no thread writes to a file that is closed
+                for start in range(0, size, _BLOCK_BYTES):
+                    stop = min(start + _BLOCK_BYTES, size)
+                    workers.submit(_copy, catalog, file, start, stop, writer)
+                workers.join()
         write_file(
             storage, join(new, MAIN_INDEX), index_bytes([*files.items()], metadata), durable=True
         )

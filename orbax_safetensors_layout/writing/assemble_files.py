@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -209,6 +210,14 @@ def write_mapped(
         folder.written(file)  # no more than these
         blocks += file_blocks
     report = ProgressReport(progress, sum(block.nbytes for block in blocks))
+    of_leaf: dict[str, list[tuple[int, int]]] = {}
+    for leaf, held in mapped.held.values():
+        of_leaf.setdefault(values.name(leaf), []).append((leaf, held))
+    boxes = {
+        name: [box for leaf in expr.sources() for box in of_leaf[leaf]]
+        for name, expr in mapped.expressions.items()
+    }
+    values.hold(Counter(box for block in blocks for box in boxes[block.entry.name]))
 
     def read(piece: AffinePiece) -> np.ndarray:
         return apply_view(values.shard(*mapped.held[piece.source]).reshape(-1), piece.view)
@@ -222,6 +231,8 @@ def write_mapped(
         folder.written(file)
         report.add(block.nbytes, entry.name)
         folder.budget.release(memory.nbytes)
+        for leaf, held in boxes[entry.name]:
+            values.release_use(leaf, held)
 
     def scan(expr: BoundExpr) -> None:
         for operand, decoder in unseen_inputs(expr.nodes()):

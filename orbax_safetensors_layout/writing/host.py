@@ -6,6 +6,7 @@ import functools
 import operator
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -81,6 +82,7 @@ class HostValues:
         self._captured: dict[tuple[int, tuple[int, ...]], _Captured] = {}
         self._lock = threading.Lock()
         self._left = 0
+        self._uses: Counter[tuple[int, int]] = Counter()  # that boxes are held for
         self._all_captured = threading.Event()
         self._copies = False  # of numpy arrays, which the caller may overwrite
 
@@ -89,6 +91,9 @@ class HostValues:
         # Behind them are the tensors that a mapped save makes.
         for leaf, value in zip(self._leaves, self._values, strict=False):
             yield leaf.tensor.name, value
+
+    def name(self, leaf: int) -> str:
+        return self._leaves[leaf].tensor.name
 
     def local_names(self) -> list[str]:
         """Return the names of arrays that are on devices of this process alone."""
@@ -139,11 +144,14 @@ class HostValues:
     def wait(self, pending: PendingShards) -> list[np.ndarray]:
         members = [np.asarray(array) for array in pending.arrays]
         if not pending.is_captured:
-            with self._lock:
-                self._left -= 1
-                if not self._left:
-                    self._all_captured.set()
+            self._count_captured()
         return members
+
+    def _count_captured(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._all_captured.set()
 
     def _begin(self, part: FilePart) -> Sequence[Any]:
         value, held = self._values[part.leaf], self._leaves[part.leaf].held
@@ -181,6 +189,19 @@ class HostValues:
             self._numbers[key] = numbers  # complete: other threads ask, too
         return self._numbers[key]
 
+    def hold(self, uses: Counter[tuple[int, int]]) -> None:
+        """Has `shard` hold a box, by leaf and number, until `release_use` was called so often."""
+        self._uses = uses
+        self._left = sum((leaf, (held,)) not in self._captured for leaf, held in uses)
+        if not self._left:
+            self._all_captured.set()
+
+    def release_use(self, leaf: int, held: int) -> None:
+        with self._lock:
+            self._uses[leaf, held] -= 1
+            if not self._uses[leaf, held]:
+                self._captured.pop((leaf, (held,)), None)
+
     def shard(self, leaf: int, held: int) -> np.ndarray:
         """Return contiguous values of a box, by its number among those of all processes."""
         captured = self._captured.get((leaf, (held,)))
@@ -190,7 +211,11 @@ class HostValues:
             is_contiguous = members[0].flags.c_contiguous
             members = members if is_contiguous else [members[0].copy()]
             if self.held_bytes(part) or not is_contiguous:  # it is asked for again and again
-                self._captured[leaf, (held,)] = _Captured(members)
+                with self._lock:
+                    is_first = (leaf, (held,)) not in self._captured
+                    self._captured[leaf, (held,)] = _Captured(members)
+                if is_first and self._left:
+                    self._count_captured()
             return members[0]
         return captured.members[0]
 

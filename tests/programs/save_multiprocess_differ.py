@@ -15,7 +15,9 @@ def main(path, target, kind):
     mapping = None
     if kind == "mapping":
         scale = 2.0 + jax.process_index()
-        mapping = osl.Mapping([osl.rule("head", osl.tensor("head").scale(scale, lossy_inverse=True))])
+        mapping = osl.Mapping(
+            [osl.rule("head", osl.tensor("head").scale(scale, lossy_inverse=True))]
+        )
         tree = {"head": next(iter(tree.values())).astype(np.float32)}
     options = osl.WriteOptions(max_file_bytes=200_000)
     try:

@@ -260,3 +260,38 @@ def test_what_is_cut_from_beyond_the_range_of_an_index_of_32_bits(start):
     on_device = jax.device_put(values)
     box, region = Box.whole((start + 64,)), Box((start,), (start + 16,))
     assert np.flatnonzero(host._region(on_device, box, region)).tolist() == [5]
+
+
+def test_a_mapped_save_gives_up_what_no_tensor_needs_any_more(tmp_path, monkeypatch):
+    leaf_bytes, held = 1 << 20, []
+    leaves = {f"l{n:02}": place(np.full((512, 512), n, np.float32), P("x")) for n in range(16)}
+    mapping = osl.Mapping([osl.rule("{x}", osl.tensor("model.{x}").transpose())])
+    shard = host.HostValues.shard
+
+    def recorded(values, *box):
+        result = shard(values, *box)
+        held.append(sum(m.nbytes for c in [*values._captured.values()] for m in c.members))
+        return result
+
+    monkeypatch.setattr(host.HostValues, "shard", recorded)
+    options = osl.WriteOptions(memory_budget_bytes=2 * leaf_bytes, concurrency=1)
+    osl.save(tmp_path / "a", leaves, mapping=mapping, options=options)
+    assert leaf_bytes <= max(held) <= 4 * leaf_bytes
+    for name, value in opened(tmp_path / "a").items():
+        assert (value == int(name[-2:])).all()
+
+
+def test_the_caller_goes_on_when_the_last_leaf_of_a_mapped_save_is_on_the_host(tmp_path):
+    """Files of it are still to be written then."""
+    may_end = threading.Event()
+    mapping = osl.Mapping([osl.rule("{x}", osl.tensor("model.{x}"))])
+
+    def pause(progress):
+        assert progress.done_bytes < progress.total_bytes or may_end.wait(20)
+
+    write = dataclasses.replace(small_steps(), progress=pause)
+    with osl.context("state"), osl.using(mapping=mapping, write=write):
+        saving = ocp.save_async(tmp_path / "a", tree())
+        may_end.set()
+        saving.result()
+    assert opened(tmp_path / "a" / "state").keys() == {f"model.{name}" for name in NAMES}
