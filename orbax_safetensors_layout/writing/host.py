@@ -277,11 +277,13 @@ def _region(shard: jax.Array, box: Box, region: Box) -> jax.Array:
     common = box.intersect(region)
     assert common is not None
     start = tuple(np.subtract(common.start, box.start).tolist())
+    copied: jax.Array
     if max(start, default=0) > np.iinfo(np.uint32).max:
-        return _slice_at(shard, start, common.shape)
+        copied = _slice_at(shard, start, common.shape)
+        return copied
     # Put there explicitly, which a transfer guard allows; one compilation for all equal regions.
     on_device = jax.device_put(np.array(start, np.uint32), shard.sharding)
-    copied: jax.Array = _slice(shard, on_device, common.shape)
+    copied = _slice(shard, on_device, common.shape)
     return copied
 
 
