@@ -43,11 +43,11 @@ T = TypeVar("T")
 
 
 class SafetensorsLayoutError(Exception):
-    """Base of all errors raised by this package.
+    """Base of all errors raised by this package; shows of URLs what `redact_urls` leaves.
 
     Args:
         message: What was being done and what is wrong, one sentence, no final period needed.
-        file: The file or folder concerned; of a URL what may be shown.
+        file: The file or folder concerned.
         tensor: The tensor concerned, by its name in the file, or the leaf by its dotted key path.
         expected: What was expected.
         found: What was found instead.
@@ -66,12 +66,12 @@ class SafetensorsLayoutError(Exception):
         found: object = None,
         hint: str | None = None,
     ) -> None:
-        self.message = message
+        self.message = redact_urls(message)
         self.file = None if file is None else redact_urls(os.fsdecode(file))
         self.tensor = tensor
-        self.expected = expected
-        self.found = found
-        self.hint = hint
+        self.expected = redact_urls(expected) if isinstance(expected, str) else expected
+        self.found = redact_urls(found) if isinstance(found, str) else found
+        self.hint = None if hint is None else redact_urls(hint)
         super().__init__(str(self))
 
     @classmethod
@@ -105,6 +105,9 @@ class SafetensorsLayoutError(Exception):
         return type(self), *names, str(self.expected), str(self.found)
 
     def __str__(self) -> str:  # KeyError and OSError would print a repr or an errno tuple instead
+        return redact_urls(self._text())
+
+    def _text(self) -> str:
         if self._is_list:
             return f"{self.message}\n{self.hint}" if self.hint else self.message
         fields = [
@@ -125,13 +128,20 @@ class FormatError(SafetensorsLayoutError, ValueError):
 
     @classmethod
     def check_size(
-        cls, subject: str, size: int, most_bytes: int, *, file: str, hint: str | None = None
+        cls,
+        subject: str,
+        size: int,
+        most_bytes: int,
+        *,
+        file: str,
+        tensor: str | None = None,
+        hint: str | None = None,
     ) -> None:
-        """Raises this error if a file, called `subject` in it, is larger than it may be."""
+        """Raises this error if a file or tensor, called `subject`, is larger than it may be."""
         if size > most_bytes:
             expected, found = f"at most {most_bytes} bytes", f"{size} bytes"
             message = f"{subject} is too large"
-            raise cls(message, file=file, expected=expected, found=found, hint=hint)
+            raise cls(message, file=file, tensor=tensor, expected=expected, found=found, hint=hint)
 
 
 class InvalidHeaderError(FormatError):
@@ -228,10 +238,8 @@ def explained(note: str, tensor: str) -> contextlib.AbstractContextManager[None]
     return _Explanation(note, tensor)
 
 
-_URL = re.compile(
-    r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)([^\s/?#\"'<>]*@)?(?P<rest>[^\s?#\"'<>]*)([?#][^\s\"'<>)]*)?",
-    re.I,
-)
+# Without the scheme: looking for one takes time by the square of a long dotted name's length.
+_URL = re.compile(r"://([^\s/?#\"'<>]*@)?(?P<rest>[^\s?#\"'<>]*)([?#][^\s\"'<>)]*)?")
 _QUERY = re.compile(r"[?#][^\s\"'<>?#]*=[^\s\"'<>)]*")
 _SECRET = re.compile(
     r"(?P<name>(authorization|bearer|token|secret|signature|password|credential|access.?key"
@@ -247,7 +255,7 @@ def redact_urls(text: str) -> str:
     >>> redact_urls("GET https://me:pw@host/model?X-Amz-Signature=abc: 403")
     'GET https://host/model 403'
     """
-    return _URL.sub(lambda match: match["scheme"] + match["rest"], text)
+    return _URL.sub(r"://\g<rest>", text)
 
 
 def redact(text: str) -> str:

@@ -54,7 +54,7 @@ _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 """Prefixes of files that PEFT, Diffusers and Mistral put beside a model's own, of any name."""
 _OF_LIBRARIES = {"model", "pytorch_model", "diffusion_pytorch_model", *_BESIDE_A_MODEL}
 """Names of which libraries write variants; files of other names may be parts of one checkpoint."""
-_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)((?:\.[^.]+)?)\.safetensors")
+_NUMBERED = re.compile(r"(.+)-(\d{1,255})-of-(\d{1,255})((?:\.[^.]+)?)\.safetensors")
 _IN_ORBAXS_FORMAT = (
     "Orbax saved it in its own format: restore it with Orbax's own handlers, for instance a manager"
     " without `handler_registry`, or make safetensors of it with `osl.convert`."

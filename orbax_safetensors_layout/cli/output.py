@@ -23,7 +23,7 @@ _CONTROLS = _SURROGATES | {
 }
 """Control characters of a terminal, which a file may put into names of its tensors."""
 
-_NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]*)(?![^.])")
+_NUMBER = re.compile(r"(?<![^._])(0|[1-9][0-9]{0,17})(?![^.])")
 _LABEL = re.compile(r"\S.*? {2,}")
 _MARGIN = 2
 _MOST_LISTED = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -118,9 +119,10 @@ class FilesTarget:
         return regions
 
     def describe(self) -> object:
-        """Return headers and small files to the byte."""
+        """Return headers to the byte, and digests of small files."""
         headers = [(name, layout.header) for name, layout in self._layouts.items()]
-        return self._layout, headers, self._small_files
+        files = {name: hashlib.sha256(data).hexdigest() for name, data in self._small_files.items()}
+        return self._layout, headers, files
 
     def open(self, folder: str, process: int) -> None:
         self._finished = os.path.join(folder, FINISHED)

@@ -13,7 +13,7 @@ from orbax_safetensors_layout.format import ByteRange, short_repr
 from orbax_safetensors_layout.storage import LocalStorage, storage_errors
 
 _PREFIX, _SUFFIX = "journal-", ".jsonl"
-_VERSION = 6
+_VERSION = 7
 _DIFFERENCES = {
     "version": "by another version of this package",
     "source": "of another checkpoint, or of one that has changed since",

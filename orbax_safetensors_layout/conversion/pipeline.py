@@ -32,7 +32,6 @@ from orbax_safetensors_layout.storage import (
     check_replaceable,
     claimed,
     partial_folder,
-    storage_errors,
 )
 
 from .checkpoint_reader import CheckpointReader, SourceArray, arrays_of, check_chunks
@@ -234,13 +233,7 @@ class Conversion:
             yield share, ProgressReport(progress, sum(group.nbytes for group in share))
 
     def _commit(self, claim: Claim) -> None:
-        with storage_errors("cannot list what was written", self._finished):
-            names = set(os.listdir(self._finished))
-        claim.commit(
-            self._finished,
-            is_replaced=lambda name: name in names or self.is_replaced(name),
-            identity=self._journal.identity,
-        )
+        claim.commit(self._finished, is_replaced=self.is_replaced, identity=self._journal.identity)
         with LocalStorage() as storage:
             storage.remove(self._workspace)
 

@@ -109,6 +109,11 @@ class Difference:
     def apply(self, name: str, values: np.ndarray) -> None:
         """Changes the bytes of a tensor from those of the version before, if they differ."""
         if (entry := self.entries.get(name)) is not None:
+            most = values.size if self._kind.encoding == "xor" else 4 + 5 * values.size
+            most += most // 128 + 1024  # what zstd may add to bytes that it cannot compress
+            FormatError.check_size(
+                "the difference", entry.nbytes, most, file=entry.file, tensor=name, hint=_HINT
+            )
             data = read_range(self._storage, entry.file, entry.start, entry.nbytes)
             apply_difference(values, data, self._kind.encoding, entry)
 

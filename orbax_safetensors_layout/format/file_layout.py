@@ -18,6 +18,7 @@ DATA_ALIGNMENT = 4096
 """Headers are padded with spaces so that the data begins at a multiple of this many bytes: the
 page size, and what O_DIRECT asks of an offset."""
 
+_METADATA_KEY = "__metadata__"
 _ADOPTABLE_BYTES = 64
 _DIGITS = re.compile(r"([0-9]+)")
 
@@ -86,7 +87,15 @@ def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]
         return is_unpaged, tensor.nbytes % _ADOPTABLE_BYTES != 0, -tensor.dtype.bits
 
     ordered = sorted(tensors, key=place)
-    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    if any(tensor.name == _METADATA_KEY for tensor in ordered):
+        raise FormatError(
+            "the format keeps this name for its own use",
+            file=file,
+            tensor=_METADATA_KEY,
+            expected="another name",
+            hint="Rename the tensor, or the rule that writes it.",
+        )
+    fields: dict[str, object] = {_METADATA_KEY: dict(metadata)} if metadata else {}
     offsets = [0]
     for tensor in ordered:
         offsets.append(offsets[-1] + tensor.nbytes)

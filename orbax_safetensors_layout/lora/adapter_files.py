@@ -15,6 +15,7 @@ from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     StorageError,
+    UnsupportedDtypeError,
     listed,
 )
 from orbax_safetensors_layout.format import TensorEntry
@@ -59,6 +60,7 @@ class AdapterFiles:
             self.config = read_config(join(folder, CONFIG_FILE), storage=storage)
             catalog = Catalog.open(self.file, storage=storage)
             self.entries: dict[str, TensorEntry] = catalog.entries(catalog.names)
+            self._check_dtypes()
             self._together = _parts(self.entries)
             content, self._written = self._seen(storage)
         shapes = [(e.name, e.dtype, e.shape, e.start) for e in self.entries.values()]
@@ -106,6 +108,22 @@ class AdapterFiles:
             while len(self._kept) > 1 and sum(v.nbytes for v in self._kept.values()) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
         return read[name]
+
+    def _check_dtypes(self) -> None:
+        errors = [
+            UnsupportedDtypeError(
+                "the adapter has elements of less than a byte",
+                file=self.file,
+                tensor=entry.name,
+                expected="a dtype of whole bytes, such as F32 or BF16",
+                found=entry.dtype.code,
+                hint="Cast it, or merge it with PEFT (merge_and_unload).",
+            )
+            for entry in self.entries.values()
+            if entry.dtype.packed
+        ]
+        if errors:
+            raise UnsupportedDtypeError.collect(errors)
 
     def check(self, seen: str, merged: str | None) -> None:
         """Raises if a version is not the one that was merged, as far as that is known."""

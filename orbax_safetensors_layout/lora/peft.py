@@ -9,19 +9,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping as Dict
 from typing import Any
 
 from orbax_safetensors_layout.catalog import Catalog, suggest_names
 from orbax_safetensors_layout.errors import MappingError, listed
-from orbax_safetensors_layout.load import LoadRequest, load as _load, telling_others
+from orbax_safetensors_layout.load import LoadRequest, load_requested, telling_others
 from orbax_safetensors_layout.mapping import Mapping, overlaid, read_config, rule, tensor
 from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.pytree import leaf_shapes
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.save import PreparedSave, save_group
-from orbax_safetensors_layout.storage import join
+from orbax_safetensors_layout.storage import join, open_storage
 
 from .adapter_files import CONFIG_FILE, STEM, WEIGHTS_FILE, opened
 from .peft_folder import PREFIX, PeftFolder, mixtral_names
@@ -52,15 +51,20 @@ def load(path: PathLike, abstract: Any = None, *, options: ReadOptions | None = 
         CheckpointNotFoundError: There is no adapter at `path`.
         SafetensorsLayoutError: As from `osl.load`.
     """
-    file = join(os.fspath(path), WEIGHTS_FILE)
     options = given_or_default(options, ReadOptions)
+
+    def open_weights() -> Catalog:
+        storage, folder = open_storage(path, retries=options.retries, cache=options.cache_folder)
+        return Catalog.open(join(folder, WEIGHTS_FILE), storage=storage)
+
     with (
-        telling_others(file, LoadRequest(abstract, None, None, options)),
+        telling_others(path, LoadRequest(abstract, None, None, options)),
         opened(path, options) as (storage, folder),
     ):
         names = Catalog.open(join(folder, WEIGHTS_FILE), storage=storage).names
     rules = [rule(name.removeprefix(PREFIX), tensor(name)) for name in names]
-    return _load(file, abstract, mapping=Mapping(rules, strict=False), options=options)
+    mapping = Mapping(rules, strict=False)
+    return load_requested(path, LoadRequest(abstract, mapping, None, options), open_weights)
 
 
 def save(

@@ -28,6 +28,7 @@ from orbax_safetensors_layout.mapping import (
     NameTree,
     Replacement,
     TensorSpecs,
+    compiled_regex,
 )
 from orbax_safetensors_layout.options import ReadOptions, is_floating
 from orbax_safetensors_layout.storage import join
@@ -53,6 +54,7 @@ _HEAD = re.compile(r"(.+\.)?((lm_)?head|embed_out|output|output_layer)\.weight")
 _HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _CONV1D = "Conv1D"  # of transformers, whose weights are [in, out], and which has a bias
 _CONV1D_NAMES = ("c_attn", "c_fc", "c_proj", "q_attn")  # of all its layers; others have them, too
+_LARGEST = 1 << 60  # rank or alpha, which float64 holds
 _EXPERT = re.compile(
     r"(?P<fused>.+\.experts)\.(?P<expert>\d+|\{\w+\})\.(?P<part>(gate|up|down)_proj|w[123])\.weight"
 )
@@ -88,6 +90,7 @@ class PeftFolder:
     ) -> None:
         self._files = files = AdapterFiles(path, options)
         self.path, self.file, self.config = files.path, files.file, files.config
+        self._config_file = join(os.path.dirname(self.file), CONFIG_FILE)
         self.digest = files.digest
         self._how = rename, transposed, dataclasses.replace(options, progress=False)
         self._transposed = [compile_pattern(pattern) for pattern in transposed or ()]
@@ -193,14 +196,16 @@ class PeftFolder:
             _check(parts["bias"].shape == shape, "the bias has another shape")
             return LowRank(self, None, parts["bias"].name, scale, dtype, shape)
         _check("a" in parts and "b" in parts, "lora_A or lora_B is missing")
-        a, b = parts["a"], parts["b"]
-        experts = 0
+        a, b, magnitude = parts["a"], parts["b"], parts.get("magnitude")
+        _check(min(len(a.shape), len(b.shape)) > 1, "lora_A or lora_B has fewer than two axes")
+        columns, experts = math.prod(b.shape[1:]), 0
         if module.is_parameter and (len(shape) == 3 or expert is not None):
             experts, rest = divmod(a.shape[0], rank)
-            _check(not rest and b.shape[1] == a.shape[0], f"the rank is not {rank} of each expert")
+            _check(not rest and columns == a.shape[0], f"the rank is not {rank} of each expert")
             _check(expert is not None or shape[0] == experts, f"there are {experts} experts")
+            _check(magnitude is None, "magnitudes are not those of experts")
         else:
-            _check(a.shape[0] == rank and b.shape[1] == rank, f"the rank is not {rank}")
+            _check(a.shape[0] == columns == rank, f"the rank is not {rank}")
         inputs, outputs = a.shape[1:], b.shape[0]
         first = 0
         if expert is not None:
@@ -219,7 +224,9 @@ class PeftFolder:
             _check(across, "an embedding is [tokens, hidden]")
         elif straight and across:
             transposed = is_transposed is not None and is_transposed(module, bool(experts))
-        magnitude = parts.get("magnitude")
+        if magnitude is not None:
+            is_whole = math.prod(magnitude.shape) == outputs
+            _check(is_whole, f"magnitudes are not those of {outputs} outputs")
         return LowRank(
             self, a.name, b.name, scale, dtype, shape, transposed,
             magnitude=None if magnitude is None else magnitude.name, experts=experts,
@@ -251,7 +258,7 @@ class PeftFolder:
             raise MappingError(
                 f"{module.name!r} is square: its shape does not show which axis is the inputs,"
                 " and fan_in_fan_out does not hold for all modules of the adapter",
-                file=join(self.path, CONFIG_FILE),
+                file=self._config_file,
                 found=f"fan_in_fan_out {flag}",
                 hint="Say which square weights are [in, out], as those of Conv1D are:"
                 " merge(..., transposed=['*.c_proj']); or transposed=() if none are.",
@@ -266,8 +273,8 @@ class PeftFolder:
             for name, module in self._modules.items():
                 a, b = module.parts.get("a"), module.parts.get("b")
                 if a and b and name in specs and "embedding" not in module.parts:
-                    shape, straight = specs[name].shape, (b.shape[0], *a.shape[1:])
-                    across = *a.shape[1:], b.shape[0]
+                    shape, straight = specs[name].shape, (*b.shape[:1], *a.shape[1:])
+                    across = *a.shape[1:], *b.shape[:1]
                     if straight != across and shape in (straight, across):
                         layouts.setdefault(_kind(module.name), set()).add(shape == across)
             seen = self._seen = specs, layouts
@@ -279,7 +286,7 @@ class PeftFolder:
             if not any(map(compiled.fullmatch, names)):
                 raise MappingError(
                     f"transposed= names {pattern!r}, which no module of the adapter is called",
-                    file=join(self.path, CONFIG_FILE),
+                    file=self._config_file,
                     expected=f"names such as {listed(map(repr, names), 3)}",
                     hint="Give patterns of these names, or transposed=() if none are [in, out].",
                 )
@@ -295,7 +302,7 @@ class PeftFolder:
         if named and len(named) != levels:
             raise MappingError(
                 f"the adapter has tensors of {levels} parameters of {module!r}",
-                file=join(self.path, CONFIG_FILE),
+                file=self._config_file,
                 expected=f"those of target_parameters: {listed(map(repr, sorted(named)), 5)}",
                 hint="Merge it with PEFT (merge_and_unload).",
             )
@@ -305,7 +312,7 @@ class PeftFolder:
     def _is_target(self, module: str) -> bool:
         """Whether a module is one of `target_modules`: names, or one pattern."""
         if isinstance(pattern := self.config.get("target_modules"), str):
-            return _key({pattern: None}, module) == pattern
+            return self._key({pattern: None}, module) == pattern
         return f".{module}".endswith(tuple(f".{name}" for name in self._strings("target_modules")))
 
     def _strings(self, name: str) -> list[str]:
@@ -315,16 +322,27 @@ class PeftFolder:
     def _figures(self, module: str) -> tuple[int, float]:
         """Return the rank of a module, and what its product is scaled with."""
         ranks, alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
-        rank = ranks.get(_key(ranks, module), self.config.get("r"))
-        alpha = alphas.get(_key(alphas, module), self.config.get("lora_alpha"))
-        if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+        rank: Any = ranks.get(self._key(ranks, module), self.config.get("r"))
+        alpha: Any = alphas.get(self._key(alphas, module), self.config.get("lora_alpha"))
+        is_rank = type(rank) is int and 0 < rank <= _LARGEST
+        is_alpha = type(alpha) in (int, float) and abs(alpha) <= _LARGEST
+        if not is_rank or not is_alpha:
             raise FormatError(
                 f"the adapter's configuration gives {module!r} no rank and alpha",
-                file=join(self.path, CONFIG_FILE),
-                expected="a positive integer `r`, a number `lora_alpha`",
+                file=self._config_file,
+                expected="a positive integer `r`, a finite number `lora_alpha`",
                 found=f"{short_repr(rank)}, {short_repr(alpha)}",
             )
         return rank, alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _key(self, patterns: dict[str, Any], name: str) -> str:
+        """Return the first pattern that a module's name ends with, as PEFT finds it."""
+        starts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
+        for pattern in patterns:
+            regex = compiled_regex(pattern, len(name), self._config_file)
+            if any(regex.fullmatch(name, start) for start in starts):
+                return pattern
+        return name
 
     def _pattern(self, name: str) -> dict[str, Any]:
         value = self.config.get(name) or {}
@@ -348,7 +366,7 @@ class PeftFolder:
         raise MappingError(
             f"the adapter cannot be merged: its configuration has {what}",
             expected="peft_type LORA",
-            found=join(self.path, CONFIG_FILE),
+            found=self._config_file,
             hint=hint,
         )
 
@@ -420,19 +438,6 @@ def _kind(module: str) -> str:
     """Return the last part of a module's name, or one name for all that Conv1D layers have."""
     last = module.removesuffix(".weight").rpartition(".")[2]
     return _CONV1D if last in _CONV1D_NAMES else last
-
-
-def _key(patterns: dict[str, Any], name: str) -> str:
-    """Return the first pattern that a module's name ends with, as PEFT finds it."""
-    for pattern in patterns:
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return pattern
-        except re.error as error:
-            raise MappingError(
-                f"{pattern!r} of the adapter cannot be a pattern: {error}"
-            ) from error
-    return name
 
 
 def _check(holds: bool, problem: str) -> None:

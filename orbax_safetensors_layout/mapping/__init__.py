@@ -39,6 +39,7 @@ from .expr.values import Cast, ValueOp, apply_ops, in_chunks
 from .inverse.inverse_patches import whole_tensor
 from .matching import described_rule, rule
 from .names import NameTree, TensorSpec, TensorSpecs
+from .regexes import compiled_regex
 from .rules import Mapping, check_mapping, fingerprint
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ and ends with the CRC-32 of its key, its place and its bytes, checked whenever i
 damaged, cut off, misplaced or gone is fetched. Nothing is flushed to the disk; after a crash of the
 machine the checksums decide. They detect damage, not forgery: the folder is for its owner alone.
 
-All files count, `usage` too. What it says is believed where its checksum is right, and where it was
-written to this very file since the machine was booted; else all files are counted anew.
+All of these count, `usage` too; files of other names are left as they are. What `usage` says is
+believed where its checksum is right, and where it was written to this very file since the machine
+was booted; else all files are counted anew.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from absl import logging
 
@@ -58,6 +59,9 @@ _END = struct.Struct("<8sI")
 _MARK = b"osl-cut1"
 _ENTRY = re.compile(r"(\d{1,19})-(\d{1,19})", re.A)
 _USAGE = "usage"
+_OWN = re.compile(
+    rf"/({_USAGE}|\w+\.partial|[0-9a-f]{{64}}(/\d{{1,19}}(/{_ENTRY.pattern})?)?)", re.A
+)
 _USAGE_BYTES = 128  # at most
 _LONGEST_LOCK_SECONDS = 5.0
 _START_ATTEMPTS = 10
@@ -119,9 +123,11 @@ class RangeCache:
         self._asked: set[str] = set()  # keys
         for attempts_left in reversed(range(_START_ATTEMPTS)):
             try:
-                for place in (folder.path, self._root):
-                    os.makedirs(place, 0o700, exist_ok=True)
-                    _refuse_shared(place, os.geteuid() if place == self._root else None)
+                user = os.geteuid()
+                os.makedirs(folder.path, 0o700, exist_ok=True)
+                _refuse_shared(folder.path, os.stat(folder.path), {user, 0})
+                os.makedirs(self._root, 0o700, exist_ok=True)
+                _refuse_shared(self._root, os.lstat(self._root), {user})
                 partial = self._create(0)
                 if partial is not None:
                     os.close(partial[0])
@@ -327,7 +333,10 @@ class RangeCache:
             with contextlib.suppress(OSError):
                 os.unlink(path)
                 used -= length
-                os.removedirs(os.path.dirname(path))  # those that are empty
+                folder = os.path.dirname(path)
+                while folder != self._root:
+                    os.rmdir(folder)  # raises if it is not empty
+                    folder = os.path.dirname(folder)
         return used
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
@@ -338,8 +347,9 @@ class RangeCache:
         """
         seen = set()
         begun = (self._root, list[str](), os.listdir(self._root))
-        for folder, _, names in itertools.chain([begun], os.walk(self._root)):
-            for name in names:
+        for folder, folders, names in itertools.chain([begun], os.walk(self._root)):
+            folders[:] = self._own(folder, folders)
+            for name in self._own(folder, names):
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
                     status = os.lstat(path)
@@ -347,6 +357,11 @@ class RangeCache:
                         seen.add(status.st_ino)
                         # An empty `usage` is about to be written.
                         yield status.st_mtime_ns, _on_disk(max(1, status.st_size)), path
+
+    def _own(self, folder: str, names: list[str]) -> list[str]:
+        """Return those of the names in a folder that the cache makes."""
+        inside = folder.removeprefix(self._root)
+        return [name for name in names if _OWN.fullmatch(f"{inside}/{name}")]
 
     def _stop(self, cause: object) -> None:
         if self._keeps:
@@ -358,22 +373,23 @@ def _hash(content: str) -> str:
     return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()
 
 
-def _refuse_shared(folder: str, owner: int | None) -> None:
+def _refuse_shared(folder: str, status: os.stat_result, owners: Collection[int]) -> None:
     """Raise for a folder in which others could put entries of their own."""
-    status = os.stat(folder)
-    found = None
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not stat.S_ISDIR(status.st_mode):
+        found = "a link"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         found = f"mode {stat.S_IMODE(status.st_mode):o}"
-    elif owner not in (None, status.st_uid):
+    elif status.st_uid not in owners:
         found = f"user {status.st_uid} owns it"
-    if found:
-        raise StorageError(
-            "others can write to the cache folder, so what it has may be forged",
-            file=folder,
-            expected="a folder that this user alone can write to",
-            found=found,
-            hint="Empty it and `chmod 700` it, or give `ReadOptions(cache=...)` a new folder.",
-        )
+    else:
+        return
+    raise StorageError(
+        "others may write to the cache folder, so what it has may be forged",
+        file=folder,
+        expected="a folder that this user alone can write to",
+        found=found,
+        hint="Empty it and `chmod 700` it, or give `ReadOptions(cache=...)` a new folder.",
+    )
 
 
 def _counted(usage: int) -> int | None:

@@ -45,7 +45,8 @@ class _Snapshot(NamedTuple):
     commit: str
     shown_commit: str  # as errors may show it
     modified_seconds: float
-    files: dict[str, tuple[int, str]]  # by path: size, and SHA-256 if the hub keeps it outside git
+    files: dict[str, tuple[int | None, str]]
+    """By path: size if it is listed, and SHA-256 if the hub keeps the file outside git."""
 
 
 class HubStorage(RemoteStorage):
@@ -212,7 +213,7 @@ class HubStorage(RemoteStorage):
         sent.add("", build_hf_headers(library_name=_LIBRARY))
         names = schema.texts([commit, *(file.rfilename for file in files)], "name")
         digests = schema.texts([getattr(file.lfs, "sha256", "") or "" for file in files], "digest")
-        sizes = schema.sizes([file.size or 0 for file in files], "size")
+        sizes = [None if file.size is None else schema.size(file.size, "size") for file in files]
         "".join(names).encode()  # raises for lone surrogates
         shown_commit, *paths = map(sent.redact_sent, names)
         entries = dict(zip(paths, zip(sizes, digests, strict=True), strict=True))

@@ -39,7 +39,7 @@ class FolderExchange(NewFolder):
     def begin(self) -> None:
         self._claim = self._stack.enter_context(claimed(self.target))
         # The first error is raised.
-        self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self._stack.callback(self._remove_finished)
 
     def prepare(self) -> None:
         check_replaceable(self.target)
@@ -50,6 +50,10 @@ class FolderExchange(NewFolder):
 
     def end(self) -> None:
         self._stack.close()
+
+    def _remove_finished(self) -> None:
+        if not os.path.exists(aside_folder(self.target)):  # which it leads loads to
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Claim:
@@ -135,8 +139,8 @@ def _remove_tree(folder: str) -> None:
 def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bool]) -> None:
     """Puts a finished folder in the place of another beside it, which may exist.
 
-    Files of the old folder that are not replaced, by `is_replaced`, are in the new one, too, also
-    those that another program puts there meanwhile. A crash at any moment leaves the old or the new
+    What has no name of the finished folder, and is not replaced by `is_replaced`, is in the new
+    one, too, also what another program puts there meanwhile. A crash leaves the old or the new
     folder complete at `folder`; on systems that cannot exchange two names, for an instant none,
     with the old one at `aside_folder` and the new one still at `finished`. After an error the old
     folder is as it was, unless only making the change durable failed.
@@ -148,15 +152,16 @@ def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bo
             flush_folder(parent)
             return
         os.chmod(finished, stat.S_IMODE(os.stat(folder).st_mode))
+        new = set(os.listdir(finished))
         for name in os.listdir(folder):
-            if not is_replaced(name):
+            if name not in new and not is_replaced(name):
                 link_tree(os.path.join(folder, name), os.path.join(finished, name))
         here = ""
         with contextlib.suppress(OSError):
             here = os.getcwd()
         _replace(finished, folder)
         for name in os.listdir(finished):
-            if not is_replaced(name):
+            if name not in new and not is_replaced(name):
                 _bring(os.path.join(finished, name), os.path.join(folder, name))
         flush_folder(parent)  # before the old folder goes
         _remove_old(finished, folder)
@@ -231,11 +236,12 @@ def _replace(finished: str, folder: str) -> None:
     if rename is not None and rename(*places, _RENAME_EXCHANGE) == 0:
         return
     aside = aside_folder(folder)
-    os.rename(folder, aside)
     try:
+        os.rename(folder, aside)
         os.rename(finished, folder)
-    except BaseException:
-        os.rename(aside, folder)
+    except BaseException:  # an interrupt comes after the call in which it happened
+        if os.path.isdir(aside) and not os.path.exists(folder):
+            os.rename(aside, folder)
         raise
     os.rename(aside, finished)
 

@@ -37,7 +37,8 @@ class WebStorage(RemoteStorage):
     """Files of web servers that know range requests.
 
     A query string, such as a signature, and a user's name and password are taken out of the `path`:
-    they are sent along with every file of it, and no error shows them.
+    they are sent along with every file of it, and no error shows them. The path is taken as it is
+    given; names of files in it are quoted.
     """
 
     kind = "https"
@@ -111,7 +112,11 @@ class WebStorage(RemoteStorage):
             answers[name] = error
 
     def _address(self, file: str) -> FileAddress:
-        url = urllib.parse.urlsplit(file)._replace(query=self._query)
+        given = self.path.rstrip("/")
+        if not file.startswith(given):  # beside a file
+            given = given[: given.rfind("/") + 1]
+        address = given + urllib.parse.quote(file.removeprefix(given))
+        url = urllib.parse.urlsplit(address)._replace(query=self._query)
         hint = "Check the path, and the credentials in it if it needs any."
-        identity = f"{file}?{self._content_query}"
+        identity = f"{address}?{self._content_query}"
         return FileAddress(url.geturl(), self._headers, lambda error_code: hint, identity=identity)

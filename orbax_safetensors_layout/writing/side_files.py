@@ -6,21 +6,27 @@ import collections
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, InvalidArgumentError
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    StorageError,
+)
 from orbax_safetensors_layout.mapping import parse_config, plain_configurations
-from orbax_safetensors_layout.options import PathLike, is_floating
-from orbax_safetensors_layout.storage import Storage, join, open_storage, read_range
+from orbax_safetensors_layout.options import MIB, PathLike, is_floating
+from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
 
 from .commit import appearance_rank
 
 _CONFIG = "config.json"
 _CARD = "README.md"
 _EMBEDDING = "embed_tokens.weight"
+_MOST_BYTES = 512 * MIB  # of a side file: the largest tokenizers have some 30 MB
 _SIDECAR_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _SIDECAR_NAMES = (  # that are asked for where a folder cannot be listed
     "config.json",
@@ -54,7 +60,8 @@ def read_sidecar_files(
 ) -> dict[str, bytes]:
     """Returns the side files of a Hugging Face folder, or that one file, by name.
 
-    They are those of the version that a `storage` has pinned, if it is given.
+    They are those of the version that a `storage` has pinned, if it is given. Links in a local
+    folder may lead to files below it, and from a snapshot of the hub's cache to its blobs.
     """
     folder = os.fsdecode(path)
     with contextlib.ExitStack() as stack:
@@ -62,18 +69,17 @@ def read_sidecar_files(
             storage, folder = open_storage(path)
             stack.enter_context(storage)
         if storage.is_file(folder):
-            files = {os.path.basename(folder): folder}
+            files = {os.path.basename(folder): folder} if _is_sidecar(folder) else {}
         else:
             names = {*storage.list(folder)}
             if not storage.lists:
                 names |= storage.existing(folder, _SIDECAR_NAMES)
-            files = {name: join(folder, name) for name in sorted(names)}
+            files = {name: join(folder, name) for name in sorted(filter(_is_sidecar, names))}
+            if storage.kind == "local":
+                _check_links(folder, files)
         data = {
-            name: read_range(storage, file, 0, storage.size(file))
+            name: read_file(storage, file, "a file beside the tensors", most_bytes=_MOST_BYTES)
             for name, file in files.items()
-            if name.endswith(_SIDECAR_SUFFIXES)
-            and appearance_rank(name) is None
-            and not name.startswith(".")
         }
     if required and not data:
         raise CheckpointNotFoundError(
@@ -82,6 +88,28 @@ def read_sidecar_files(
             expected="a folder with such files, or one of them",
         )
     return data
+
+
+def _is_sidecar(path: str) -> bool:
+    name = os.path.basename(path)
+    is_known = name.endswith(_SIDECAR_SUFFIXES) and appearance_rank(name) is None
+    return is_known and not name.startswith(".")
+
+
+def _check_links(folder: str, names: Iterable[str]) -> None:
+    """Refuses links by which files of other places would be copied, and perhaps published."""
+    root = pathlib.Path(os.path.realpath(folder))
+    caches = [above.parent / "blobs" for above in root.parents if above.name == "snapshots"]
+    for name in names:
+        place = pathlib.Path(os.path.realpath(root / name))
+        if not any(map(place.is_relative_to, (root, *caches))):
+            raise StorageError(
+                f"{name!r} is a link that leads out of the folder",
+                file=folder,
+                expected="a file, or a link to one in the folder",
+                found=place,
+                hint="Copy the file in place of the link, or remove it.",
+            )
 
 
 def card_file(card: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> dict[str, bytes]:

@@ -11,6 +11,8 @@ from every_dtype import write
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.__main__ import main
 from orbax_safetensors_layout.analysis import inspect
+from orbax_safetensors_layout.catalog import discover
+from orbax_safetensors_layout.storage import LocalStorage
 
 
 def places(root, *folders):
@@ -168,3 +170,19 @@ def test_a_configuration_that_cannot_be_read_is_a_problem_beside_the_tensors(tmp
     report = inspect(tmp_path / "model")
     assert report.total.tensors == 1
     assert "config.json" in str(report.problem)
+
+
+def test_numbers_in_names_of_files_may_have_any_length():
+    """A server may give any names."""
+    names = [
+        f"model-{'1' * 5000}-of-{'2' * 5000}.safetensors",
+        f"part-1-of-{'9' * 9999}.safetensors",
+    ]
+
+    class Listing(LocalStorage):
+        def list(self, folder):
+            return names
+
+    with Listing() as storage:
+        found = discover(storage, "/served")
+    assert found.files == [f"/served/{names[0]}"]

@@ -189,6 +189,12 @@ def test_every_pattern_matches_the_names_it_stands_for(names):
                 assert family.pattern == names[member]
 
 
+def test_names_may_have_more_digits_than_a_number_is_read_of():
+    names = [f"layers.{n}.w" for n in (3, 4, "1" * 5000, "1" * 5001)]
+    families = name_families((name, None) for name in names)
+    assert [family.pattern for family in families] == ["layers.{3..4}.w", *names[2:]]
+
+
 def test_nothing_there_and_streams(tmp_path):
     done = run("inspect", tmp_path / "nothing")
     assert (done.returncode, done.stdout) == (1, "")

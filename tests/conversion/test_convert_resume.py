@@ -15,7 +15,7 @@ from checkpoints import random_tensor, save
 from orbax_calls import restore_standard, save_pytree
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.conversion import pipeline
+from orbax_safetensors_layout.conversion import FilesTarget, pipeline
 from orbax_safetensors_layout.conversion.journal import Journal, WrittenGroup
 from orbax_safetensors_layout.storage import local_commit
 
@@ -176,6 +176,35 @@ def test_far_less_memory_than_a_conversion_began_with_is_refused(fork_server, tm
     assert workspace.exists()
     assert osl.convert(source, tmp_path / "target", restart=True, **CONTINUED | less)
     assert osl.verify(tmp_path / "target", source).ok
+
+
+def test_other_side_files_are_another_conversion_told_by_their_digests(tmp_path):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    tokenizer = source / "tokenizer.json"
+    described = []
+
+    def interrupt(progress):
+        if progress.done_bytes * 2 > progress.total_bytes:
+            raise KeyboardInterrupt
+
+    def convert(text, progress=False):
+        tokenizer.write_text(text)
+        options = osl.ConvertOptions(memory_budget_bytes=128 << 10, progress=progress)
+        return osl.convert(source, tmp_path / "target", format="hf", options=options)
+
+    def describe(self, original=FilesTarget.describe):
+        described.append(repr(original(self)))
+        return original(self)
+
+    long = "x" * 10_000_000
+    with pytest.raises(KeyboardInterrupt):
+        convert(long, interrupt)
+    with pytest.raises(osl.SafetensorsLayoutError, match="other arguments"):
+        convert(long[:-1] + "y")
+    with mock.patch.object(FilesTarget, "describe", describe):
+        assert convert(long).resumed_bytes > 0
+    assert max(map(len, described)) < 100_000
+    assert (tmp_path / "target" / "tokenizer.json").read_text() == long
 
 
 def test_a_mapping_that_differs_late_in_a_long_list_is_another(tmp_path):
@@ -382,11 +411,13 @@ def test_what_was_published_is_not_taken_for_what_came_after_it(tmp_path):
 def test_an_old_checkpoint_is_put_back_where_names_are_not_exchanged(tmp_path):
     source = save(tmp_path / "source", WEIGHTS, files=2)
     target = save(tmp_path / "target", {"old": np.arange(3)})
-    rename = os.rename
+    rename, killed = os.rename, []
 
     def ends(first, other):
-        rename(first, other)
-        if first == str(target):
+        if not killed:  # then nothing is put back
+            rename(first, other)
+        if killed or first == str(target):
+            killed.append(first)
             raise KeyboardInterrupt
 
     with (

@@ -22,6 +22,7 @@ from mapped_llama import path, plain_mapping, tensors  # noqa: F401
 from meshes import mesh_of
 from programs import run_processes
 from published import read_version, write_version
+from remote_checks import hub_in_use
 from sampling import every
 
 import orbax_safetensors_layout as osl
@@ -212,13 +213,14 @@ def test_files_of_a_model_keep_their_places(tmp_path, kind):
             part = {name: v for name, v in values.items() if weight_map[name][0] == n}
             safetensors.numpy.save_file(part, base / n / "part.safetensors")
         (base / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    tree = changed(tree, 1)
-    osl.publish(tmp_path / "all", tree, base=base)
-    osl.pull(tmp_path / "all", tmp_path / "own", base=base)
-    loaded = {name: osl.load(tmp_path / "own", only=name)[name] for name in tree}
-    assert as_bytes(loaded) == as_bytes(tree)
-    if kind == "folders":
-        assert (tmp_path / "own/1/part.safetensors").exists()
+    for number in (1, 2):
+        tree = changed(tree, number)
+        osl.publish(tmp_path / "all", tree, base=base)
+        osl.pull(tmp_path / "all", tmp_path / "own", base=base)
+        loaded = {name: osl.load(tmp_path / "own", only=name)[name] for name in tree}
+        assert as_bytes(loaded) == as_bytes(tree)
+        if kind == "folders":
+            assert (tmp_path / "own/1/part.safetensors").exists()
 
 
 def test_side_files_come_with_a_whole_version(tmp_path):
@@ -368,6 +370,28 @@ def test_spoiled_differences_are_refused(published, tmp_path, spoil, message, en
         osl.pull(tmp_path / "all", version=6)
     assert caught.value.tensor is not None
     assert caught.value.file is not None
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_difference_larger_than_any_of_its_tensor_is_not_read(
+    published, tmp_path, monkeypatch, encoding
+):
+    source, seen = published
+    place = shutil.copytree(source, tmp_path / "all")
+    much = 4 << 20
+    spoiled(place, 6, seen, spoil=lambda name, blob: blob + bytes(much), encoding=encoding)
+    with hub_in_use(monkeypatch, tmp_path) as hub:
+        hub.add("org/all", place)
+        with pytest.raises(osl.FormatError, match="the difference is too large") as caught:
+            osl.pull("hf://org/all", version=6)
+        assert sum(stop - start for _, start, stop in hub.cdn.ranges()) < much
+    error = caught.value
+    assert error.file == "hf://org/all/weight_v000006/model-00000-of-00001.safetensors"
+    assert error.tensor in seen[6]
+    size = len(seen[6][error.tensor])
+    most = int(error.expected.removeprefix("at most ").removesuffix(" bytes"))
+    assert size < most < 6 * size + 2_000
+    assert int(error.found.removesuffix(" bytes")) > much
 
 
 def test_a_version_of_another_model_is_refused(published, tmp_path):

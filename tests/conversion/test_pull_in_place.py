@@ -9,6 +9,7 @@ from changing_models import as_bytes, changed, history, model
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mapped_llama import path, plain_mapping, tensors  # noqa: F401
 from meshes import mesh_of
+from remote_checks import shown
 
 import orbax_safetensors_layout as osl
 
@@ -204,6 +205,13 @@ def test_a_mapping_that_does_not_save_is_loaded(tmp_path, warnings):
     new = osl.pull(tmp_path, held, mapping=mapping)
     np.testing.assert_array_equal(new.tree["b"], after["a"][:16])
     assert ["Version 2 is loaded anew" in text for text in warnings()] == [True]
+
+
+def test_a_url_to_pull_into_is_refused_without_its_credentials(published):
+    folder, _ = published
+    with pytest.raises(osl.InvalidArgumentError, match="not 'https://host/a'") as caught:
+        osl.pull(folder, "https://me:hunter2@host/a?sig=hunter2")
+    assert "hunter2" not in shown(caught.value)
 
 
 def test_a_version_in_a_folder_is_not_arrays(published, tmp_path):

@@ -247,6 +247,15 @@ def test_a_header_longer_than_the_format_allows_is_refused_by_name():
     assert "max_file_bytes" in str(caught.value)
 
 
+def test_the_name_that_the_format_keeps_for_itself_is_refused(tmp_path):
+    with pytest.raises(osl.FormatError, match=r"file: f, tensor: '__metadata__'"):
+        lay_out("f", [tensor("__metadata__", 1)], {})
+    mapping = osl.Mapping([osl.rule("w", osl.tensor("__metadata__"))])
+    with pytest.raises(osl.FormatError, match=r"'__metadata__'.* Rename the tensor"):
+        osl.save(tmp_path / "out", {"w": np.ones(3, np.float32)}, mapping=mapping)
+    assert not (tmp_path / "out").exists()
+
+
 @given(new_tensors(), st.integers(1, 3000))
 def test_the_index_lists_every_tensor(tensors, limit):
     files = split(tensors, limit)

@@ -408,6 +408,16 @@ def test_merged_mappings_are_equal_in_every_process(tmp_path):
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"r": 3}, "the rank is not 3"),
         ({"r": None}, "no rank and alpha"),
+        *(
+            ({"lora_alpha": alpha}, "no rank and alpha")
+            for alpha in (math.nan, math.inf, True, 10**400, -(10**400), "3")
+        ),
+        ({"r": 10**400}, "no rank and alpha"),
+        ({"alpha_pattern": {"q_proj": math.nan}}, "no rank and alpha"),
+        ({"rank_pattern": {"(a*)*b": 2}}, "adapter_config.json"),
+        ({"alpha_pattern": {"(ab|a(b))" * 40 + "c": 2}}, "regular expression '(ab|a(b))(ab|"),
+        ({"target_modules": "(" + "a?" * 40}, "regular expression '(a?a?"),
+        ({"target_modules": ".*" * 12 + "x"}, "it may take too long"),
     ],
 )
 def test_other_adapters_are_refused_by_name(tmp_path, config, expected):
@@ -416,6 +426,84 @@ def test_other_adapters_are_refused_by_name(tmp_path, config, expected):
     with pytest.raises(osl.SafetensorsLayoutError) as error:
         osl.load(base, mapping=osl.peft.merge(None, path, base=base))
     assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ({"lora_B.weight": random(6)}, "fewer than two axes"),
+        ({"lora_A.weight": random(2)}, "fewer than two axes"),
+        ({"lora_A.weight": np.array(1, F32)}, "fewer than two axes"),
+        ({"lora_B.weight": np.array(1, F32)}, "fewer than two axes"),
+        ({"lora_B.weight": random(6, 2, 3)}, "the rank is not 2"),
+        ({"lora_magnitude_vector": random(1)}, "magnitudes are not those of 6 outputs"),
+        ({"lora_magnitude_vector": random(4)}, "magnitudes are not those of 6 outputs"),
+        ({"lora_magnitude_vector": random(12)}, "magnitudes are not those of 6 outputs"),
+    ],
+)
+def test_tensors_of_other_shapes_are_refused(tmp_path, tensors, expected):
+    """Those of another module look at these, too, to know what is [in, out]."""
+    modules = [Q, "model.embed"]
+    base = base_of(tmp_path / "base", {f"{name}.weight": random(6, 4) for name in modules})
+    for name in modules:
+        own = {f"{name}.{part}": value for part, value in tensors.items()}
+        path = adapter(tmp_path / name, low_rank(Q, 6, 4) | low_rank("model.embed", 6, 4) | own)
+        with pytest.raises(osl.MappingError, match=f"'{name}.weight': .*{expected}"):
+            osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+
+
+@pytest.mark.parametrize("size", [1, 5, 10])
+def test_magnitudes_of_an_embedding_are_those_of_its_outputs(tmp_path, size):
+    base = base_of(tmp_path / "base", {"embed.weight": random(10, 6)})
+    lora = {
+        "embed.lora_embedding_A": random(2, 10),
+        "embed.lora_embedding_B": random(6, 2),
+        "embed.lora_magnitude_vector": random(6),
+    }
+    osl.load(base, mapping=osl.peft.merge(None, adapter(tmp_path / "fits", lora), base=base))
+    lora["embed.lora_magnitude_vector"] = random(size)
+    path = adapter(tmp_path / "lora", lora)
+    with pytest.raises(osl.MappingError, match="magnitudes are not those of 6 outputs"):
+        osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+
+
+def test_experts_have_no_magnitudes(tmp_path):
+    name = "model.layers.0.mlp.experts"
+    base = base_of(tmp_path / "base", {f"{name}.up": random(2, 6, 4)})
+    lora = low_rank(name, 6, 4, rank=4) | {f"{name}.lora_magnitude_vector": random(6)}
+    path = adapter(tmp_path / "lora", lora, target_parameters=["mlp.experts.up"])
+    with pytest.raises(osl.MappingError, match="magnitudes are not those of experts"):
+        osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+
+
+@pytest.mark.parametrize("code", ["F4", "F6_E2M3"])
+def test_tensors_of_less_than_a_byte_an_element_are_refused(tmp_path, code):
+    path = adapter(tmp_path / "lora", low_rank(Q, 6, 4))
+    name = f"{PREFIX}{Q}.lora_A.weight"
+    header = {name: {"dtype": code, "shape": [2, 4], "data_offsets": [0, 4 if code == "F4" else 6]}}
+    text = json.dumps(header).encode()
+    file = tmp_path / "lora" / "adapter_model.safetensors"
+    file.write_bytes(
+        len(text).to_bytes(8, "little") + text + bytes(header[name]["data_offsets"][1])
+    )
+    with pytest.raises(osl.FormatError, match=rf"{file}, tensor: '{name}', .*found: {code}"):
+        osl.peft.merge(osl.Mapping([]), path)
+
+
+UNSLOTH = (
+    r"(?:.*?(?:vision|image|visual|patch|language|text).*?(?:self_attn|attention|attn|mlp"
+    r"|feed_forward|ffn|dense).*?(?:k_proj|v_proj|q_proj|out_proj|fc1|fc2|o_proj|gate_proj).*?)|"
+    r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)?\.?(?:(?:k_proj|v_proj|q_proj|down_proj)))"
+)
+
+
+@pytest.mark.parametrize("pattern", [UNSLOTH, r"^(?!.*(?:visual|patch)).*(?:q|k)_proj.*", "q_proj"])
+def test_regular_expressions_that_programs_write_are_taken(tmp_path, pattern):
+    weight, lora = random(6, 4), low_rank(Q, 6, 4)
+    base = base_of(tmp_path / "base", {f"{Q}.weight": weight})
+    path = adapter(tmp_path / "lora", lora, target_modules=pattern, alpha_pattern={pattern: 7})
+    loaded = osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+    assert_same_bits(loaded[f"{Q}.weight"], plus(weight, change(lora, Q, 3.5)))
 
 
 def test_tensors_that_no_rule_takes_are_an_error_and_can_be_renamed(tmp_path):

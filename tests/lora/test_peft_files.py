@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits
-from remote_checks import descriptors, hub_in_use, threads
+from http_server import Reply, Server, files_of
+from remote_checks import descriptors, hub_in_use, shown, threads
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.lora import adapter_files
@@ -192,6 +193,36 @@ def test_a_merged_mapping_is_pickled_with_the_version_that_it_merged(tmp_path, b
     assert fingerprint(osl.peft.merge(None, tmp_path / "lora", base=base)) != fingerprint(mapping)
     with pytest.raises(osl.StorageError, match="Merge it again"):
         pickle.loads(stored)
+
+
+def test_a_signed_url_of_a_folder(tmp_path, base):
+    """Each file is asked for with the query, which no error shows."""
+    lora = factors()
+    adapter(tmp_path / "lora", lora)
+    adapter(tmp_path / "odd", lora, peft_type="IA3")
+    adapter(tmp_path / "large", lora, r=3)
+    files = files_of(tmp_path)
+
+    def answer(request):
+        is_known = request.query == {"sig": "hunter2"} and request.authorization
+        return files(request) if is_known else Reply(403, {})
+
+    with Server(answer) as server:
+        url = server.url.replace("//", "//me:hunter2@") + "/files/{}?sig=hunter2"
+        loaded = osl.peft.load(url.format("lora"))
+        assert loaded.keys() == lora.keys()
+        for name, value in lora.items():
+            assert_same_bits(loaded[name], value)
+        assert osl.peft.config(url.format("lora"))["r"] == 2
+        mapping = osl.peft.merge(None, url.format("lora"), base=base)
+        assert_merged(osl.load(base, mapping=mapping), lora)
+        for name in ("odd", "large", "gone"):
+            with pytest.raises(osl.SafetensorsLayoutError, match=f"/files/{name}") as caught:
+                osl.load(base, mapping=osl.peft.merge(None, url.format(name), base=base))
+            assert "hunter2" not in shown(caught.value)
+            with pytest.raises(osl.SafetensorsLayoutError) as caught:
+                osl.peft.load(url.format(name), {"x": np.ones(3)})
+            assert "hunter2" not in shown(caught.value)
 
 
 @pytest.mark.parametrize("place", ["local", "hub"])

@@ -492,7 +492,7 @@ def test_blocks_are_those_that_fit_the_scales_or_that_the_module_is_a_target_of(
         ([128, 128], ["Linear"]),
         ([64, 64], ["re:.*nothing"]),
         ([96, 128], ["layers.0.up", "re:layers[.][23]"]),
-        ([100, 128], ["layers.3.up", "re:(", "re:yers"]),
+        ([100, 128], ["layers.3.up", "re:yers"]),
     )
     tensors, values = {}, {}
     for name, sizes in blocks.items():
@@ -507,6 +507,77 @@ def test_blocks_are_those_that_fit_the_scales_or_that_the_module_is_a_target_of(
     config["config_groups"]["group_1"]["targets"] = ["layers.0.up"]
     write(tmp_path, tensors, config)
     with pytest.raises(osl.MappingError, match=r"'layers.0.up.weight'.* no target says which"):
+        osl.dequantized(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["re:(", "re:(.*)*x", "re:" + "(ab|a(b))" * 40])
+def test_targets_that_may_not_end_are_refused(target):
+    with pytest.raises(osl.MappingError, match=r"regular expression .* of config_groups\.targets"):
+        first_target("layers.0.up", [target])
+
+
+@pytest.mark.parametrize(
+    "block", [[96.0, 96.0], "96x96", [96], [96, 0], [96, True], [96, 96, 1], 96, {}, [], "128"]
+)
+@pytest.mark.parametrize("key", ["weight_block_size", "block_structure"])
+def test_blocks_that_are_malformed_are_refused(tmp_path, key, block):
+    """Rather than taken as the usual ones."""
+    config = {"quant_method": "fp8", "weight_block_size": block}
+    if key == "block_structure":
+        config = groups_of_blocks((block, []))
+    tensors, values, _ = fp8(floats(1, 1), "weight_scale_inv")
+    write(tmp_path, {f"up.{name}": value for name, value in tensors.items()}, config)
+    if (key, block) == ("block_structure", "96x96"):  # as older files have it
+        loaded = osl.load(tmp_path, mapping=osl.dequantized(tmp_path, dtype="float32"))
+        assert_same_bits(loaded["up.weight"], values)
+        return
+    with pytest.raises(osl.MappingError, match=f"{key}.* is .*two positive integers"):
+        osl.dequantized(tmp_path)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("entries", [8, 15, 17])
+def test_tables_have_an_entry_for_each_value(tmp_path, nested, entries):
+    tensors, _, config = bitsandbytes("nf4", nested=nested)
+    tensors["weight.quant_map"] = tensors["weight.quant_map"].repeat(2)[:entries]
+    write(tmp_path, {f"up.{name}": value for name, value in tensors.items()}, config)
+    with pytest.raises(osl.MappingError, match=rf"table has shape \[{entries}\].* need \[16\]"):
+        osl.dequantized(tmp_path).bind(tmp_path)
+
+
+def test_values_of_a_table_are_bytes(tmp_path):
+    tensors, _, config = bitsandbytes("nf4", nested=True)
+    tensors["weight.absmax"] = tensors["weight.absmax"].astype(np.int16) + 300
+    write(tmp_path, {f"up.{name}": value for name, value in tensors.items()}, config)
+    with pytest.raises(osl.MappingError, match="values of a table are uint8, not int16"):
+        osl.dequantized(tmp_path).bind(tmp_path)
+
+
+@pytest.mark.parametrize("offset", ["NaN", "-Infinity", "1e39", "1" * 400, "true", '"1"'])
+def test_offsets_of_nested_scales_are_finite(tmp_path, offset):
+    tensors, _, config = bitsandbytes("nf4", nested=True)
+    name = "weight.quant_state.bitsandbytes__nf4"
+    state = (
+        tensors[name]
+        .tobytes()
+        .replace(b'"nested_offset": 0.25', b'"nested_offset": ' + offset.encode())
+    )
+    tensors[name] = np.frombuffer(state, np.uint8)
+    write(tmp_path, {f"up.{name}": value for name, value in tensors.items()}, config)
+    with pytest.raises(osl.MappingError, match=r"'up.weight', .* and the offset"):
+        osl.dequantized(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "stored", [np.ones(7, np.uint8), np.array([16, 64], F32), np.ones(3, "i2")]
+)
+def test_shapes_of_packed_weights_are_integers(tmp_path, stored):
+    tensors, *_ = integers(4, 16)
+    tensors["weight_shape"] = stored
+    write(tmp_path, {f"up.{name}": value for name, value in tensors.items()}, {})
+    with pytest.raises(
+        osl.MappingError, match=r"'up.weight', .*'up.weight_shape' is not I64 or I32"
+    ):
         osl.dequantized(tmp_path)
 
 

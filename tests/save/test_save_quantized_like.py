@@ -6,7 +6,9 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from http_server import file_server
 from programs import run_processes
+from remote_checks import shown
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.mapping.quantizing import encoder
@@ -79,6 +81,19 @@ def test_weights_with_scales_of_inputs_are_not_written(tmp_path):
     osl.save(tmp_path, {f"{UP}.{name}": part for name, part in parts.items()})
     with pytest.raises(osl.MappingError, match="NVFP4 of ModelOpt with scales of inputs can be"):
         osl.Quantization.like(tmp_path)
+
+
+def test_credentials_of_a_folder_s_url_are_not_shown(tmp_path):
+    parts = {"weight": np.ones((4, 4), F8), "weight_scale": np.ones(1, np.float32)}
+    osl.save(tmp_path / "first", {f"{UP}.{name}": part for name, part in parts.items()})
+    osl.save(tmp_path / "plain", {"w": np.ones(3, np.float32)})
+    with file_server(tmp_path) as server:
+        url = server.url.replace("//", "//me:hunter2@") + "/files/{}?sig=hunter2"
+        quantize = osl.Quantization.like(url.format("first"))
+        assert repr(quantize) == f"Quantization.like('{server.url}/files/first')"
+        with pytest.raises(osl.MappingError, match="no quantised weights") as caught:
+            osl.Quantization.like(url.format("plain"))
+        assert "hunter2" not in shown(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -119,6 +119,57 @@ def test_consolidation_of_what_is_whole_already_changes_nothing(tmp_path):
         osl.consolidate(tmp_path / "x")
 
 
+@pytest.mark.parametrize("link", ["file", "folder", "blobs"])
+def test_links_that_lead_out_of_a_model_are_refused(tmp_path, model, link):
+    """Their content would be copied, and perhaps published."""
+    (tmp_path / "secrets").mkdir()
+    secret = tmp_path / "secrets" / "secret.json"
+    secret.write_text("{}")
+    if link == "blobs":  # that are not those of a cache
+        (tmp_path / "blobs").symlink_to("secrets")
+        (tmp_path / "snapshots").mkdir()
+        model = model.rename(tmp_path / "snapshots" / "model")
+        secret = tmp_path / "blobs" / "secret.json"
+    elif link == "folder":
+        (model / "inner").symlink_to(secret.parent)
+        secret = model / "inner" / "secret.json"
+    (model / "notes.txt").symlink_to(secret)
+    problem = r"'notes\.txt' is a link.*secret\.json.*Copy the file"
+    with pytest.raises(osl.StorageError, match=problem):
+        osl.save(tmp_path / "out", TENSORS, options=osl.WriteOptions(model=model))
+    with pytest.raises(osl.StorageError, match=problem):
+        osl.convert(model, tmp_path / "out", format="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_a_model_or_the_cache_of_the_hub_are_followed(tmp_path, model):
+    (model / "more").mkdir()
+    (model / "config.json").rename(model / "more" / "config")
+    (model / "config.json").symlink_to("more/config")
+    osl.save(tmp_path / "out", TENSORS, options=osl.WriteOptions(model=model))
+    assert beside(tmp_path / "out") == FILES
+    cached = tmp_path / "models--org--name"
+    for folder in ("blobs", "snapshots/0123"):
+        (cached / folder).mkdir(parents=True)
+    for number, (name, data) in enumerate(FILES.items()):
+        (cached / "blobs" / str(number)).write_bytes(data)
+        (cached / "snapshots/0123" / name).symlink_to(f"../../blobs/{number}")
+    (tmp_path / "model-of-hub").symlink_to(cached / "snapshots/0123")
+    for path in (cached / "snapshots/0123", tmp_path / "model-of-hub"):
+        options = osl.WriteOptions(model=path)
+        osl.save(tmp_path / "again", TENSORS, options=options, overwrite=True)
+        assert beside(tmp_path / "again") == FILES
+
+
+def test_files_too_large_to_be_side_files_are_not_read(tmp_path, model):
+    with open(model / "train.json", "wb") as file:
+        file.truncate(50 << 30)
+    with pytest.raises(
+        osl.FormatError, match=r"too large \(file: .*train\.json, expected: at most"
+    ):
+        osl.save(tmp_path / "out", TENSORS, options=osl.WriteOptions(model=model))
+
+
 @pytest.mark.parametrize("kind", backends.REMOTE)
 def test_in_a_bucket_too(tmp_path, model, kind):
     with backends.running(kind) as server, backends.place(server, tmp_path / "unused") as place:

@@ -703,8 +703,67 @@ def test_a_folder_of_somebody_else(web, cache, monkeypatch):
     load(web, cache)
     owner = cache.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(osl.StorageError, match=r"others can write.* owns it"):
+    with pytest.raises(osl.StorageError, match=r"others may write.* owns it"):
         load(web, cache)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "is_taken"),
+    [("mine", "mine", True), (0, "mine", True), (12345, "mine", False), ("mine", 0, False)],
+)
+def test_a_folder_is_this_user_s_and_those_above_it_the_administrator_s(
+    cache, monkeypatch, outer, inner, is_taken
+):
+    RangeCache(CacheFolder(str(cache), PLENTY))
+    owners = {str(cache): outer, str(cache / "orbax_safetensors_layout.cache"): inner}
+
+    def owned_by_others(look):
+        def looked(path, *args, **kwargs):
+            status = look(path, *args, **kwargs)
+            owner = owners.get(path, "mine")
+            owner = 54321 if owner == "mine" else owner
+            return os.stat_result([*status[:4], owner, *status[5:10]])
+
+        return looked
+
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    monkeypatch.setattr(os, "stat", owned_by_others(os.stat))
+    monkeypatch.setattr(os, "lstat", owned_by_others(os.lstat))
+    with (
+        contextlib.nullcontext()
+        if is_taken
+        else pytest.raises(osl.StorageError, match=r"user \d+ owns it")
+    ):
+        RangeCache(CacheFolder(str(cache), PLENTY))
+
+
+def test_a_link_in_the_place_of_the_cache(web, cache, tmp_path):
+    (tmp_path / "others").mkdir(mode=0o700)
+    (tmp_path / "others" / "file").write_text("")
+    cache.mkdir(mode=0o700)
+    (cache / "orbax_safetensors_layout.cache").symlink_to(tmp_path / "others")
+    with pytest.raises(osl.StorageError, match=r"found: a link") as caught:
+        load(web, cache, cache_bytes=1)
+    assert caught.value.file == str(cache / "orbax_safetensors_layout.cache")
+    assert os.listdir(tmp_path / "others") == ["file"]
+
+
+def test_files_that_are_not_of_the_cache_stay(cache):
+    RangeCache(CacheFolder(str(cache), PLENTY)).keep("f", 0, [memoryview(bytearray(MIB))])
+    root, (entry,) = cache / "orbax_safetensors_layout.cache", entries(cache)
+    stretch = entry.parent
+    own = [entry, stretch / "1-2", root / "left.partial"]
+    others = [root / "file", root / "0-10", root / "a" / "0" / "0-10", stretch.parent / "0-10"]
+    others += [stretch / "file", stretch / "0" / "0-10"]
+    for path in (*own, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(MIB))
+        os.utime(path, (0, 0))
+    ranges = RangeCache(CacheFolder(str(cache), MIB))
+    ranges.keep("g", 0, [memoryview(bytearray(MIB // 2))])
+    assert ranges.read_into("g", 0, [memoryview(bytearray(MIB // 2))]) == []
+    assert not [path for path in own if path.exists()]
+    assert all(path.exists() for path in others)
 
 
 def test_folders_are_the_owner_s_whatever_the_mask(web, cache):

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import orbax_safetensors_layout as osl
@@ -89,6 +90,22 @@ def test_what_is_not_replaced_stays(tmp_path):
         "checkpoint/link": "-> config",
         "checkpoint/broken": "-> /nowhere",
         "checkpoint/folder": "-> sub",
+    }
+
+
+@pytest.mark.usefixtures("way")
+def test_names_in_the_new_folder_are_replaced(tmp_path):
+    old = make(tmp_path / "checkpoint", config="old", readme="r")
+    make(old / "sub", file="old", more="old")
+    new = make(tmp_path / "new", config="new")
+    make(new / "sub", file="new")
+    put(new, old)
+    assert tree(tmp_path) == {
+        "checkpoint": "folder",
+        "checkpoint/config": "new",
+        "checkpoint/readme": "r",
+        "checkpoint/sub": "folder",
+        "checkpoint/sub/file": "new",
     }
 
 
@@ -215,6 +232,47 @@ def test_a_rename_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, nth):
         put(new, old)
     assert old.is_dir()
     assert tree(old) == {"model": "old"}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_interrupt_after_a_rename_leaves_a_whole_folder(tmp_path, monkeypatch, nth):
+    monkeypatch.setattr(local_commit, "_renameat2", lambda: None)
+    old = make(tmp_path / "checkpoint", model="old")
+    new = make(tmp_path / "new", model="new")
+    real, calls = os.rename, []
+
+    def rename(*arguments, **keywords):
+        real(*arguments, **keywords)
+        calls.append(arguments)
+        if len(calls) == nth:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        put(new, old)
+    assert tree(old) == {"model": "old" if nth == 1 else "new"}
+
+
+def test_an_old_folder_that_cannot_be_put_back_is_found_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_commit, "_renameat2", lambda: None)
+    folder = tmp_path / "model"
+    osl.save(folder, {"a": np.zeros(3)})
+    real, calls = os.rename, []
+
+    def rename(*arguments, **keywords):
+        calls.extend([arguments] * (str(folder) in map(str, arguments)))
+        if len(calls) > 1:
+            raise OSError(5, "Input/output error")
+        return real(*arguments, **keywords)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "rename", rename)
+        with pytest.raises(osl.StorageError):
+            osl.save(folder, {"a": np.ones(3)}, overwrite=True)
+    assert osl.load(folder)["a"].tolist() == [0] * 3
+    osl.save(folder, {"a": np.ones(3)}, overwrite=True)
+    assert osl.load(folder)["a"].tolist() == [1] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_folder_that_a_crash_left_beside_is_not_removed(tmp_path, monkeypatch):

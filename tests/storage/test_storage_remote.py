@@ -12,6 +12,7 @@ import ssl
 import sys
 import threading
 import unittest.mock
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 import urllib3.connection
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -254,6 +256,35 @@ def test_a_malformed_listing_is_one_storage_error(hub, folder, monkeypatch, fiel
         assert "listing the repository failed" in str(error)
 
 
+@pytest.mark.parametrize("said", ["no size", "null"])
+def test_sizes_that_a_mirror_does_not_list_are_asked_for(hub, folder, tmp_path, monkeypatch, said):
+    def unsized(*args):
+        listing = info(*args)
+        for sibling in listing["siblings"]:
+            sibling["size"] = None
+            if said == "no size":
+                del sibling["size"]
+        return listing
+
+    model = shutil.copytree(folder, tmp_path / "model")
+    files = {"config.json": b'{"a": 1}', "merges.txt": b"", "vocab.json": b"{}" * MIB}
+    for name, data in files.items():
+        (model / name).write_bytes(data)
+    hub.add("org/model", model)
+    info = hub_server._info
+    monkeypatch.setattr(hub_server, "_info", unsized)
+    assert_same(osl.load("hf://org/model"), TENSORS)
+    osl.convert("hf://org/model", tmp_path / "copy", format="hf")
+    assert {name: (tmp_path / "copy" / name).read_bytes() for name in files} == files
+    tree = abstract_of(TENSORS, over_matrices(P("x", "y")))
+    for _ in range(2):
+        hub.cdn.log.clear()
+        options = osl.ReadOptions(cache=tmp_path / "cache")
+        loaded = osl.load("hf://org/model", tree, options=options)
+        assert_same(jax.device_get(loaded), TENSORS)
+    assert hub.cdn.ranges() == []
+
+
 def test_a_listing_that_repeats_the_token(hub, folder, monkeypatch):
     hub.add("org/model", folder)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -388,6 +419,44 @@ def test_what_may_not_stand_in_a_url_is_quoted(folder):
     with Server(answer) as server:
         for folder_name in ("from", "ü b"):
             assert_same(osl.load(f"{server.url}/{folder_name}?sig=a bü"), TENSORS)
+
+
+def served_under_names(root, names):
+    """Put one tensor in each file below a folder; return them by their names."""
+    tensors = {name: np.full(3, number, np.int32) for number, name in enumerate(names)}
+    for name, values in tensors.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        safetensors.numpy.save_file({name: values}, root / name)
+    index = {"weight_map": {name: name for name in names}}
+    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
+
+
+def test_file_names_of_an_index_are_quoted_and_the_path_as_it_was_given_is_not(tmp_path):
+    names = ["a#1", "a?v=1", "100%", "a%31", "b c;d&e+f=ü", "%2e%2e/g", "h/i"]
+    root = tmp_path / "a b"
+    tensors = served_under_names(root, [f"{name}.safetensors" for name in names])
+    with file_server(tmp_path) as server:
+        for given in ("a%20b", "%61%20b/", "a b//"):
+            assert_same(osl.load(f"{server.url}/files/{given}?sig=1"), tensors)
+        for name, values in tensors.items():
+            path = f"{server.url}/files/a%20b/{urllib.parse.quote(name)}"
+            assert_same(osl.load(path), {name: values})
+
+
+@pytest.mark.parametrize("name", ["%2e%2e/private/x", "%2E./%2e%2e%2fprivate/x", "%2e%2e%5cx"])
+def test_a_file_name_of_an_index_leads_nowhere_but_below_its_folder(tmp_path, name):
+    """Of servers that decode all that is quoted before they look for the file."""
+    (tmp_path / "public").mkdir()
+    checkpoints.save(tmp_path / "private", {"w": np.ones(3)})
+    index = {"weight_map": {"w": f"{name}.safetensors"}}
+    (tmp_path / "public/model.safetensors.index.json").write_text(json.dumps(index))
+    with file_server(tmp_path / "public") as server:
+        asked = failure(f"{server.url}/files")
+        assert asked.file.endswith(f"{name}.safetensors"), asked
+        paths = {urllib.parse.unquote(request.path) for request, _ in server.log}
+    assert f"/files/{name}.safetensors" in paths
+    assert not any(".." in path for path in paths)
 
 
 def test_a_request_that_connects_while_all_are_broken_off_is_broken_off_too(monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from remote_checks import shown
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.errors import Sent, redact
+from orbax_safetensors_layout.errors import Sent, redact, redact_urls
 from orbax_safetensors_layout.runtime import Workers
 from orbax_safetensors_layout.storage.retry import (
     Failure,
@@ -249,6 +249,22 @@ def test_an_error_shows_of_a_path_what_may_be_shown(text):
     assert "hunter2" not in f"{error!r} {error.file}"
 
 
+@pytest.mark.parametrize("text", SECRETS[:5])
+def test_no_text_of_an_error_has_the_secrets_of_a_url(text):
+    for field in ("message", "expected", "found", "hint"):
+        error = osl.MappingError(**{"message": "it fails", field: f"no {text!r}, or {text}: it"})
+        problems = [error, osl.FormatError("another", found=f"{text} ")]
+        for problem in (error, osl.SafetensorsLayoutError.collect(problems)):
+            assert "hunter2" not in shown(problem)
+            assert "host/file', or https://host/file" in str(problem)
+    for found in (ConnectionError(text), [text]):
+        assert "hunter2" not in f"{osl.StorageError('it fails', found=found)!r}"
+    error = osl.MappingError("it fails", found=3)
+    error.hint = text
+    assert error.found == 3
+    assert "hunter2" not in str(error)
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -272,6 +288,16 @@ def test_harmless_text_stays():
     text = "Error performing token request: Error performing GET"
     assert redact(text) == text
     assert redact("gs://bucket/folder/model.safetensors") == "gs://bucket/folder/model.safetensors"
+
+
+@pytest.mark.timeout(60)
+def test_names_without_a_url_stay_however_long_they_are():
+    names = ["a.?b#c@d:e/", ".a" * 1_000_000, "layers.0.w@me:pw?x=1", "http:/a@b?c", "a-" * 100_000]
+    for text in (*names, ", ".join([*names, "https://host/folder", *names])):
+        assert redact_urls(text) == text
+        error = osl.MappingError(text, expected=text, found=text, hint=text)
+        assert (error.message, error.expected, error.found, error.hint) == (text,) * 4
+        assert str(error) == f"{text} (expected: {text}, found: {text}). {text}"
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import json
 import math
 from typing import Any
 
+from orbax_safetensors_layout.format import short_repr
+
 from ..expr.expression import Expr
 from .found_weight import FoundWeight, WeightScheme
 from .grouped_values import grouped, unpacked
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
-_MOST_ENTRIES = 256
+_MOST_OFFSET = 2.0**128  # above what float32 holds
 _STORAGE = ("U8", "I8", "BF16", "F16", "F32")  # `bnb_4bit_quant_storage`: bytes in another guise
 
 
@@ -27,6 +29,7 @@ def _decode(weight: FoundWeight) -> Expr:
             (state["nested_blocksize"],),
             "float32",
             {"scale": weight.expr(".nested_absmax"), "table": weight.expr(".nested_quant_map")},
+            table_bits=8,
         ).add(state["nested_offset"])
     # The high half of a byte comes first, and values of all rows follow one another.
     packed, entry = weight.expr(""), weight.entry("")
@@ -40,7 +43,8 @@ def _decode(weight: FoundWeight) -> Expr:
         values = unpacked(packed, 4, 1, columns, (1, 0), of_bytes=True)
         scale, extents = scale.reshape(rows, blocks // max(1, rows)), (1, block)
     table = weight.expr(".quant_map")
-    decoded = grouped(values, extents, weight.dtype, {"scale": scale, "table": table})
+    operands = {"scale": scale, "table": table}
+    decoded = grouped(values, extents, weight.dtype, operands, table_bits=4)
     return decoded.reshape(*shape)
 
 
@@ -53,13 +57,12 @@ def _state(weight: FoundWeight) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise weight.error(f"{part!r} is not what bitsandbytes writes: {error!r}") from error
     is_right = all(type(n) is int and 0 < n < 1 << 40 for n in sizes)
-    if not is_right or type(offset) not in (int, float) or sizes[0] % 2:
-        raise weight.error(f"{part!r} has sizes {sizes} and the offset {offset!r}")
+    is_right &= type(offset) in (int, float) and abs(offset) < _MOST_OFFSET
+    if not is_right or sizes[0] % 2:
+        raise weight.error(
+            f"{part!r} has sizes {short_repr(sizes)} and the offset {short_repr(offset)}"
+        )
     state["nested_blocksize"] = sizes[1]
-    if weight.entry(".nested_absmax") is not None and weight.shape(".nested_quant_map") != (
-        _MOST_ENTRIES,
-    ):
-        raise weight.error("the table of nested scales has other than 256 entries")
     return dict(state)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -10,13 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import MappingError
-from orbax_safetensors_layout.format import TensorEntry
+from orbax_safetensors_layout.format import TensorEntry, short_repr
 
 from ..expr.expression import Expr, tensor
 from ..quantizing.encoder import WeightLayout, joined_name
+from ..regexes import compiled_regex
 
 INPUT_SCALE = "/pre_quant_scale"  # ModelOpt's: inputs are multiplied by it before the weight
 _BLOCK = (128, 128)
+_BLOCK_TEXT = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")  # as older files have it
 _CLASS = "Linear"  # of modules with weights
 _MOST_BYTES = 1 << 20  # of a part that is read while the mapping is made
 
@@ -40,16 +41,17 @@ class QuantizationSettings:
 
     def blocks(self) -> list[tuple[tuple[int, int], tuple[str, ...]]]:
         """Return the rows and columns that share a scale in blocks, with the targets of each."""
-        given: list[tuple[Any, Any]] = [(self.values.get("weight_block_size"), ())]
+        blocks: list[tuple[tuple[int, int], tuple[str, ...]]] = []
+        block = self.values.get("weight_block_size")
+        if block is not None:
+            blocks.append((_block(block, "weight_block_size"), ()))
         for group in self._config_groups():
-            given.append((_weights(group).get("block_structure"), group.get("targets")))
-        blocks = []
-        for block, targets in given:
-            if isinstance(block, list | tuple) and len(block) == 2:
-                rows, columns = block
-                if type(rows) is int and type(columns) is int and min(rows, columns) > 0:
-                    targets = targets if isinstance(targets, list | tuple) else ()
-                    blocks.append(((rows, columns), tuple(map(str, targets))))
+            block, targets = _weights(group).get("block_structure"), group.get("targets")
+            if block is not None:
+                if isinstance(block, str) and (text := _BLOCK_TEXT.fullmatch(block)):
+                    block = [*map(int, text.groups())]
+                targets = tuple(map(str, targets)) if isinstance(targets, list | tuple) else ()
+                blocks.append((_block(block, "block_structure"), targets))
         return blocks or [(_BLOCK, ())]
 
     def _groups(self) -> list[Mapping[str, Any]]:
@@ -59,6 +61,18 @@ class QuantizationSettings:
         groups = self.values.get("config_groups")
         outer = groups.values() if isinstance(groups, Mapping) else ()
         return [group for group in outer if isinstance(group, Mapping)]
+
+
+def _block(value: object, name: str) -> tuple[int, int]:
+    if isinstance(value, list | tuple) and len(value) == 2:
+        rows, columns = value
+        if type(rows) is int and type(columns) is int and min(rows, columns) > 0:
+            return rows, columns
+    raise MappingError(
+        f"{name} of the quantization_config is {short_repr(value)}, not two positive integers",
+        expected="rows and columns that share a scale, as [128, 128]",
+        hint="Correct the configuration of these files.",
+    )
 
 
 def _weights(group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,10 +87,11 @@ def first_target(module: str, targets: Iterable[str]) -> str | None:
     that a name begins with, then classes.
     """
     for target in sorted(targets, key=lambda target: ("re:" in target, target)):
-        with contextlib.suppress(re.error):
-            if target == module or (
-                target.startswith("re:") and re.match(target.removeprefix("re:"), module)
-            ):
+        if target == module:
+            return target
+        if target.startswith("re:"):
+            regex = compiled_regex(target.removeprefix("re:"), len(module), "config_groups.targets")
+            if regex.match(module):
                 return target
     return _CLASS if _CLASS in targets else None
 

@@ -115,7 +115,7 @@ class GroupScale:
     `roles` are those of the operands after the values: `scale` and `zero` have a value for each
     group; `factor` and `divisor` are one number, by which scales are multiplied or divided first;
     `index` has the group of each index of `axis`, unless all are one of `_IN_ORDER`, which only the
-    whole of it tells; `table` has what values stand for.
+    whole of it tells; `table` has what values of `table_bits` stand for.
     """
 
     block: tuple[int, ...]  # extents of a group, of all axes
@@ -124,9 +124,9 @@ class GroupScale:
     offset: int = 0  # added to zeros
     axis: int = -1
     is_e2m1: bool = False
-    shape: tuple[int, ...] = ()  # the result's, known when bound; so are the next two
-    groups: int = 0  # along the axis
-    entries: int = 0  # of the table
+    table_bits: int = 0
+    shape: tuple[int, ...] = ()  # the result's, known when bound
+    groups: int = 0  # along the axis, known when bound
 
     def describe(self, operands: Sequence[str]) -> str:
         given = [f"{role}={text}" for role, text in zip(self.roles, operands[1:], strict=True)]
@@ -143,13 +143,12 @@ class GroupScale:
                 f"values of shape {list(shape)} and scales of shape {list(scale)} have no groups of"
                 f" {self.block}"
             )
-        sizes = {role: operand.shape[-1] for role, operand in given.items() if operand.shape}
-        decoder = dataclasses.replace(
-            self, shape=shape, groups=scale[self.axis], entries=sizes.get("table", 0)
-        )
+        if "table" in given and operands[0].dtype != _UINT8:
+            raise MappingError(f"values of a table are uint8, not {operands[0].dtype.name}")
+        decoder = dataclasses.replace(self, shape=shape, groups=scale[self.axis])
         groups = decoder._groups(Box.whole(shape)).shape
         needed = {"scale": groups, "zero": groups, "index": (shape[self.axis],)}
-        needed |= {"factor": (1,), "divisor": (1,), "table": (decoder.entries,)}
+        needed |= {"factor": (1,), "divisor": (1,), "table": (1 << self.table_bits,)}
         for role, operand in given.items():
             if operand.shape != needed[role]:
                 raise MappingError(
@@ -172,7 +171,7 @@ class GroupScale:
     def needs(self, box: Box) -> tuple[Box, ...]:
         groups = self._groups(box)
         index = Box((0,), (self.shape[self.axis],))
-        table = Box((0,), (self.entries,))
+        table = Box((0,), (1 << self.table_bits,))
         boxes = {"scale": groups, "zero": groups, "index": index, "table": table}
         number = Box((0,), (1,))
         return (box, *(boxes.get(role, number) for role in self.roles))
@@ -236,8 +235,10 @@ def grouped(
     offset: int = 0,
     axis: int = -1,
     is_e2m1: bool = False,
+    table_bits: int = 0,
 ) -> Expr:
     """Return values times the scale of their group; `operands` by role, see `GroupScale`."""
     given = {role: operand for role, operand in operands.items() if operand is not None}
-    kernel = GroupScale(tuple(block), tuple(given), as_dtype(dtype), offset, axis, is_e2m1)
+    roles = tuple(given)
+    kernel = GroupScale(tuple(block), roles, as_dtype(dtype), offset, axis, is_e2m1, table_bits)
     return Compute((values, *given.values()), kernel)

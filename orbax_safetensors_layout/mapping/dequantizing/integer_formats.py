@@ -15,6 +15,7 @@ from .found_weight import FoundWeight, WeightScheme
 from .grouped_values import grouped, unpacked
 
 _WORD = 32
+_INTEGERS = {"I64": "<i8", "I32": "<i4"}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of the values of eight columns
 
 
@@ -83,9 +84,10 @@ def _columns_and_bits(weight: FoundWeight, words: int, groups: int) -> tuple[int
     bits, group = weight.settings.integer("num_bits"), weight.settings.integer("group_size")
     if bits and group and -(-groups * group * bits // _WORD) == words and groups > 1:
         return groups * group, bits
-    stored = np.frombuffer(
-        weight.small("_shape"), f"<i{4 if weight.code('_shape') == 'I32' else 8}"
-    )
+    data, dtype = weight.small("_shape"), _INTEGERS.get(weight.code("_shape"))
+    if dtype is None:
+        raise weight.error(f"{weight.name_of('_shape')!r} is not I64 or I32")
+    stored = np.frombuffer(data, dtype)
     columns = int(stored[-1]) if stored.size else 0
     fitting = [n for n in range(1, 9) if columns > 0 and -(-columns * n // _WORD) == words]
     if bits in fitting:

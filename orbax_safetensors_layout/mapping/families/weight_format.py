@@ -12,12 +12,13 @@ from orbax_safetensors_layout.format import short_repr
 from ..expr.choices import Beside
 from ..expr.expression import Expr, tensor
 from ..expr.quantized import dequantize_fp8, dequantize_int4, dequantize_mxfp4
+from ..regexes import compiled_regex
 from .config import SIZES, Section
 from .steps import TensorStep
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _REGEX = "re:"
-_MOST_REPETITIONS = 5  # of a regular expression, whose time grows by a power for each
+_LONGEST_NAME = 100  # of a module of the families, in characters
 _ENDINGS = {
     "fp8": ("", "_scale_inv"),
     "mxfp4": ("_blocks", "_scales"),
@@ -127,20 +128,9 @@ def _int4(family: str, config: Section) -> WeightFormat:
         )
     plain = config.texts("ignore")
     for pattern in plain:
-        _check_regex(config, pattern)
+        if pattern.startswith(_REGEX):
+            try:
+                compiled_regex(pattern.removeprefix(_REGEX), _LONGEST_NAME, "ignore")
+            except MappingError as error:
+                config.raise_error("ignore", f"regular expressions with {error.expected}", pattern)
     return WeightFormat("int4", group=weights.integer("group_size"), plain=plain)
-
-
-def _check_regex(config: Section, pattern: str) -> None:
-    """Refuses a regular expression that is malformed, or that may take forever on some name."""
-    if not pattern.startswith(_REGEX):
-        return
-    repetitions = len(re.findall(r"[*+?{]", pattern))
-    try:
-        re.compile(pattern.removeprefix(_REGEX))
-        is_safe = repetitions <= _MOST_REPETITIONS and not re.search(r"\)[*+{]", pattern)
-    except (re.error, RecursionError, OverflowError):
-        is_safe = False
-    if not is_safe:
-        most = f"at most {_MOST_REPETITIONS} repetitions, none of a group"
-        config.raise_error("ignore", f"regular expressions with {most}", pattern)

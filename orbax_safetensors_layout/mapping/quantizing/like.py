@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import MappingError, StorageError, listed
+from orbax_safetensors_layout.errors import MappingError, StorageError, listed, redact_urls
 from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.runtime import frozen_heap
@@ -122,7 +122,7 @@ class FolderQuantization:
         }
 
     def __repr__(self) -> str:
-        return f"Quantization.like({self.path!r})"
+        return f"Quantization.like({redact_urls(self.path)!r})"
 
     def _read(self, entry: TensorEntry) -> np.ndarray:
         with self._reading:  # one reads for all that wait
