@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -181,6 +182,7 @@ def begin_requested(
         _record(stats)
         return values
 
+    weakref.finalize(read, catalog.close).atexit = False  # of a load that is never awaited
     return read
 
 

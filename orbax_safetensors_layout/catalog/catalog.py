@@ -113,15 +113,15 @@ class Catalog:
         made, the only item of safetensors files is opened, or `default` or `state`.
 
         Without a `storage` the one that `path` names is opened, with `retries` and
-        `cache`.
+        `cache`, and closed on an error.
         """
-        if storage is None:
-            storage, path = open_storage(path, retries=retries, cache=cache)
-        try:
-            return cls(discover(storage, os.fspath(path)), storage)
-        except BaseException:
-            storage.close()
-            raise
+        with contextlib.ExitStack() as on_error:
+            if storage is None:
+                storage, path = open_storage(path, retries=retries, cache=cache)
+                on_error.callback(storage.close)
+            catalog = cls(discover(storage, os.fspath(path)), storage)
+            on_error.pop_all()
+        return catalog
 
     @classmethod
     def of_pieces(cls, storage: Storage, folder: str, pieces: StoredPieces) -> Self:

@@ -6,6 +6,7 @@ An adapter is a folder, or an `hf://` path, with `adapter_config.json` and
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -55,7 +56,11 @@ def load(path: PathLike, abstract: Any = None, *, options: ReadOptions | None = 
 
     def open_weights() -> Catalog:
         storage, folder = open_storage(path, retries=options.retries, cache=options.cache_folder)
-        return Catalog.open(join(folder, WEIGHTS_FILE), storage=storage)
+        with contextlib.ExitStack() as on_error:
+            on_error.enter_context(storage)
+            catalog = Catalog.open(join(folder, WEIGHTS_FILE), storage=storage)
+            on_error.pop_all()
+        return catalog
 
     with (
         telling_others(path, LoadRequest(abstract, None, None, options)),

@@ -13,7 +13,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from absl import logging
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     are_progress_bars_disabled,
     disable_progress_bars,
@@ -106,8 +108,7 @@ class HubUpload(NewFolder):
 
     def end(self) -> None:
         for undo in reversed(self._undo):
-            with contextlib.suppress(Exception):  # the first error is raised
-                undo()
+            undo()
         self._local.end()
         self.storage.close()
 
@@ -155,15 +156,54 @@ class Repository:
             )
         api, branch = self._api, self._revision
         if not self._call(lambda: api.repo_exists(**self._of), "looking for the repository"):
-            create = functools.partial(api.create_repo, **self._of, private=True, exist_ok=True)
-            self._call(create, "creating the repository")
-            undo.append(functools.partial(api.delete_repo, **self._of, missing_ok=True))
+            create = functools.partial(api.create_repo, **self._of, private=True)
+            if self._create(create, "creating the repository"):
+                undo.append(self._undoing(api.delete_repo))
         if branch and not branch.startswith("refs/"):
             exists = functools.partial(api.revision_exists, **self._of, revision=branch)
             if not self._call(exists, "looking for the branch"):
                 begin = functools.partial(api.create_branch, **self._of, branch=branch)
-                self._call(begin, "creating the branch")
-                undo.append(functools.partial(api.delete_branch, **self._of, branch=branch))
+                if self._create(begin, "creating the branch"):
+                    undo.append(self._undoing(api.delete_branch, branch=branch))
+
+    def _create(self, create: Callable[[], object], doing: str) -> bool:
+        """Creates something; returns False where it exists by now, made by another."""
+
+        def attempt() -> bool:
+            try:
+                create()
+            except HfHubHTTPError as error:
+                if error.response.status_code != 409:
+                    raise
+                return False
+            return True
+
+        return self._call(attempt, doing)
+
+    def _undoing(self, delete: Callable[..., object], **branch: str) -> Callable[[], None]:
+        """Return what deletes the new repository, or branch, if it is still as it is now."""
+        refs = functools.partial(self._refs, **branch)
+        created = self._call(refs, "looking at what was created")
+        name = "@".join([self._of["repo_id"], *branch.values()])
+
+        def undo() -> None:
+            cause = "others have changed it"
+            try:
+                if refs() == created:
+                    delete(**self._of, **branch)
+                    return
+            except Exception as error:  # the first error is raised
+                cause = type(error).__name__
+            logging.warning("The save failed; %s, created for it, is left: %s", name, cause)
+
+        return undo
+
+    def _refs(self, branch: str | None = None) -> dict[str, str]:
+        """Return the commits of a branch, or of all branches, tags and pull requests."""
+        refs = self._api.list_repo_refs(**self._of, include_pull_requests=True)
+        every = [*refs.branches, *refs.converts, *refs.tags, *(refs.pull_requests or ())]
+        branches = [ref for ref in refs.branches if ref.name == branch]
+        return {ref.ref: ref.target_commit for ref in (branches if branch else every)}
 
     def upload(self, operation: CommitOperationAdd) -> None:
         """Uploads a file by Xet or LFS, as the library chooses; one of git goes with the commit."""

@@ -96,13 +96,15 @@ class LocalFileWriter:
             os.replace(self._partial, self.file)
 
     def _close(self) -> None:
-        for fd in (self._fd, self._direct_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._direct_fd = -1
+        fds, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
+        with contextlib.ExitStack() as closing:  # each is closed once, also after an error
+            for fd in fds:
+                if fd >= 0:
+                    closing.callback(os.close, fd)
 
     def abort(self) -> None:
-        self._close()
+        with contextlib.suppress(OSError):
+            self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._partial)
 
@@ -131,7 +133,8 @@ class ResumableFile:
             os.fsync(self._fd)
 
     def close(self) -> None:
-        os.close(self._fd)
+        with storage_errors("closing the file failed", self.file, full=FULL):
+            os.close(self._fd)
 
 
 def _flat(buffers: Sequence[ByteBuffer]) -> list[Buffer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import abstract_of, mesh_of
 from orbax_calls import layout_context
 from recording import recording
+from remote_checks import descriptors
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage.schemes import OPENERS
@@ -168,6 +170,24 @@ def test_one_that_is_cancelled_before_it_begins_reads_nothing(server):
 
     asyncio.run(run())
     assert reads.count <= 1
+    assert not readers()
+
+
+def test_loads_that_nobody_awaits_leave_no_files_open(folder):
+    """As of other items, where one of a checkpoint raises."""
+
+    async def begin():
+        with osl.using(read=READ):
+            for load in (by_layout, by_layout_of_several, by_handler):
+                loading = await load(folder)
+                loading.close()
+
+    asyncio.run(begin())
+    before = descriptors()
+    for _ in range(20):
+        asyncio.run(begin())
+    gc.collect()
+    assert descriptors() == before
     assert not readers()
 
 

@@ -435,6 +435,13 @@ def test_close_closes_a_given_storage() -> None:
     assert storage.closed
 
 
+def test_a_given_storage_stays_open_where_opening_fails() -> None:
+    storage = indexed()
+    with pytest.raises(CheckpointNotFoundError):
+        Catalog.open("/elsewhere", storage=storage)
+    assert not storage.closed
+
+
 def test_own_storage_is_closed() -> None:
     file = file_bytes({"a": entry("U8", [1], 0, 1)}, b"x")
     with serving(MemoryStorage({"memory://m/1.safetensors": file}), "memory://") as storage:

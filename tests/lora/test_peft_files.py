@@ -18,6 +18,8 @@ from remote_checks import descriptors, hub_in_use, shown, threads
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.lora import adapter_files
 from orbax_safetensors_layout.mapping import fingerprint
+from orbax_safetensors_layout.storage import LocalStorage
+from orbax_safetensors_layout.storage.schemes import OPENERS
 
 LAYERS = [f"model.layers.{i}.q_proj" for i in range(6)]
 WEIGHTS = {
@@ -223,6 +225,29 @@ def test_a_signed_url_of_a_folder(tmp_path, base):
             with pytest.raises(osl.SafetensorsLayoutError) as caught:
                 osl.peft.load(url.format(name), {"x": np.ones(3)})
             assert "hunter2" not in shown(caught.value)
+
+
+def test_storages_are_closed_where_the_weights_vanish(tmp_path, monkeypatch):
+    path = adapter(tmp_path / "lora", factors())
+    storages = []
+
+    class Noted(LocalStorage):
+        closed = False
+
+        def __init__(self, *_):
+            super().__init__()
+            storages.append(self)
+            if len(storages) == 2:
+                os.unlink(f"{path}/adapter_model.safetensors")
+
+        def close(self):
+            self.closed = True
+            super().close()
+
+    monkeypatch.setitem(OPENERS, "", lambda path, retries: (Noted(), path))
+    with pytest.raises(osl.CheckpointNotFoundError, match=r"adapter_model\.safetensors"):
+        osl.peft.load(path)
+    assert [storage.closed for storage in storages] == [True, True]
 
 
 @pytest.mark.parametrize("place", ["local", "hub"])

@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import absl.logging
 import huggingface_hub.constants
 import numpy as np
 import pytest
@@ -109,9 +110,11 @@ def test_a_failure_leaves_nothing(hub, tmp_path, part, is_new):
         osl.save(f"hf://{NAME}", TREE, overwrite=True, options=OPTIONS)
     assert_no_secret(shown(caught.value))
     hub.hub.faults = lambda request: None
-    if is_new:
+    if part == "/commit/":  # whose reply alone was lost
+        assert set(tensors(files(hub))) == TREE.keys()
+    elif is_new:
         assert hub.repo(f"models/{NAME}") is None
-    elif part != "/commit/":  # whose reply alone was lost
+    else:
         assert files(hub) == before
     assert nothing_is_left(tmp_path)
 
@@ -131,6 +134,75 @@ def test_somebody_else_commits_meanwhile(hub):
         osl.save(f"hf://{NAME}", TREE, overwrite=True)
     hub.hub.faults = lambda request: None
     assert files(hub) == {"note.txt": b"theirs"}
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    texts = []
+    monkeypatch.setattr(absl.logging, "warning", lambda text, *args: texts.append(text % args))
+    return texts
+
+
+@pytest.mark.parametrize("branch", [None, "trial"])
+@pytest.mark.parametrize("changed", ["main", "trial", "other"])
+def test_a_failed_save_leaves_what_others_changed(hub, warnings, branch, changed):
+    theirs = Path(tempfile.mkdtemp())
+    (theirs / "note.txt").write_text("theirs")
+
+    def commit(request):
+        if "/preupload/" not in request.path:
+            return None
+        hub.add(NAME, theirs, revision=changed)
+        return "403"
+
+    hub.hub.faults = commit
+    with pytest.raises(osl.StorageError):
+        osl.save(f"hf://{NAME}@{branch}" if branch else f"hf://{NAME}", TREE)
+    hub.hub.faults = lambda request: None
+    assert files(hub, changed) == {"note.txt": b"theirs"}
+    assert ("trial" in hub.repo(f"models/{NAME}").refs) == (changed == "trial")
+    left = [NAME, f"{NAME}@trial"] if changed == branch == "trial" else [NAME]
+    assert len(warnings) == len(left)
+    for text, name in zip(reversed(warnings), left, strict=True):
+        assert f"{name}, created for it, is left: others have changed it" in text
+
+
+@pytest.mark.parametrize("branch", [None, "trial"])
+@pytest.mark.parametrize("fault", [None, "/preupload/"])
+def test_another_creates_it_first(hub, warnings, tmp_path, branch, fault):
+    """Between the look for it and its creation: it is saved to, and never removed."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "note.txt").write_text("theirs")
+    if branch:
+        hub.add(NAME, theirs)
+    real = hub.hub.answer
+
+    def answer(request):
+        if request.path.endswith(f"/branch/{branch}" if branch else "/repos/create"):
+            hub.add(NAME, theirs, revision=branch or "main")
+        return real(request)
+
+    hub.hub.answer = answer
+    hub.hub.faults = lambda request: "403" if fault and fault in request.path else None
+    path = f"hf://{NAME}@{branch}" if branch else f"hf://{NAME}"
+    if fault:
+        with pytest.raises(osl.StorageError):
+            osl.save(path, TREE)
+    else:
+        osl.save(path, TREE)
+    found = files(hub, branch or "main")
+    assert found["note.txt"] == b"theirs"
+    assert tensors(found).keys() == (set() if fault else TREE.keys())
+    assert not warnings
+
+
+def test_what_cannot_be_removed_is_named(hub, warnings):
+    parts = ("/preupload/", "/repos/delete")
+    hub.hub.faults = lambda request: "403" if any(p in request.path for p in parts) else None
+    with pytest.raises(osl.StorageError):
+        osl.save(f"hf://{NAME}", TREE)
+    assert [f"{NAME}, created for it, is left: HfHubHTTPError" in w for w in warnings] == [True]
 
 
 def test_who_may_not_write(hub, monkeypatch):

@@ -376,6 +376,30 @@ def test_finishing_that_fails_names_the_file(tmp_path):
     assert os.listdir(tmp_path) == ["f"]
 
 
+@pytest.mark.usefixtures("fd_count")
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_close_that_fails_is_not_repeated(tmp_path, monkeypatch, code, durable):
+    """On NFS it may report a write that failed; the descriptor is closed all the same."""
+    real, closed = os.close, []
+
+    def close(fd):
+        real(fd)
+        closed.append(fd)
+        raise OSError(code, os.strerror(code))
+
+    writer = LocalFileWriter(str(tmp_path / "f"), 10, durable=durable)
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(osl.StorageError, match="completing the file failed") as caught:
+        writer.finish()
+    writer.abort()
+    monkeypatch.undo()
+    assert os.strerror(code) in str(caught.value)
+    assert closed
+    assert len(set(closed)) == len(closed)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_what_must_survive_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch, durable):
     order = []

@@ -122,6 +122,16 @@ def test_no_log_and_no_error_shows_a_secret(place, tmp_path, caplog):
         assert "Signature" not in shown(caught.value) + caplog.text
 
 
+def test_an_adapter_without_weights(place, tmp_path):
+    place.put("lora/adapter_config.json", b'{"peft_type": "LORA", "r": 2, "lora_alpha": 3}')
+    osl.save(tmp_path / "base", {"w": np.ones((2, 2))})
+    adapter, missing = f"{place.url}/lora", r"adapter_model\.safetensors"
+    with pytest.raises(osl.CheckpointNotFoundError, match=missing):
+        osl.peft.load(adapter)
+    with pytest.raises(osl.CheckpointNotFoundError, match=missing):
+        osl.peft.merge(None, adapter, base=tmp_path / "base")
+
+
 def test_nothing_there(place):
     with pytest.raises(osl.CheckpointNotFoundError, match="does not exist"):
         osl.load(place.url)

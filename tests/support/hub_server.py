@@ -19,7 +19,7 @@ from http_server import Reply, Request, Server, serve_range
 
 _API = re.compile(
     r"/api/(?P<type>models|datasets|spaces)/(?P<repo>[^/]+/[^/]+)"
-    r"(/(?P<what>revision|tree)/(?P<revision>[^/]+)(/(?P<path>.*))?)?"
+    r"(/(?P<what>revision|tree|refs)(/(?P<revision>[^/]+)(/(?P<path>.*))?)?)?"
 )
 # Small files of git are redirected, on the same host, to a cache.
 CACHE = "/api/resolve-cache"
@@ -126,12 +126,11 @@ class Hub:
             return _json({"transfer": "basic", "objects": objects})
         revision = urllib.parse.unquote(match["revision"])
         if match["what"] == "branch":
+            if request.method == "DELETE":
+                return _json({}) if repo.refs.pop(revision, None) else _error(404, "", "No branch")
             if revision in repo.refs:
                 return _error(409, "", "Reference already exists")
-            if request.method == "DELETE":
-                del repo.refs[revision]
-            else:
-                repo.refs[revision] = repo.refs["main"]
+            repo.refs[revision] = repo.refs["main"]
             return _json({})
         if revision not in repo.refs:
             return _error(404, "RevisionNotFound", "Invalid rev id")
@@ -204,6 +203,8 @@ class Hub:
             return _error(404 if token else 401, "RepoNotFound", "Repository not found")
         if denied and not is_api:
             return _error(403 if token else 401, "GatedRepo", f"Access to {name} is restricted.")
+        if is_api and match["what"] == "refs":
+            return _json(_refs(repo))
         revision = urllib.parse.unquote(match["revision"] or "main")
         commit = repo.refs.get(revision, revision)
         if commit not in repo.commits:
@@ -272,6 +273,14 @@ def _tree(folder: Path, sub: str | None) -> list[dict]:
         for name, attributes in _files(folder)
         if name.startswith(inside)
     ]
+
+
+def _refs(repo: Repo) -> dict:
+    branches = [
+        {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
+        for name, commit in repo.refs.items()
+    ]
+    return {"branches": branches, "converts": [], "tags": [], "pullRequests": []}
 
 
 def _info(name: str, commit: str, folder: Path) -> dict:
