@@ -20,7 +20,7 @@ from sampling import every
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format import DTYPES
-from orbax_safetensors_layout.reading import ReplicaExchange, replica_exchange
+from orbax_safetensors_layout.reading import ReplicaExchange
 from orbax_safetensors_layout.reading.all_gather import SendBuffer
 from orbax_safetensors_layout.runtime import ProcessGroup
 from orbax_safetensors_layout.sharding import ReplicaGrid
@@ -84,14 +84,14 @@ def test_any_expression_under_any_sharding(tmp_path_factory, budget, data):
 
 
 def test_a_gather_without_end_is_an_error_in_time_and_remembered(monkeypatch):
-    monkeypatch.setattr(replica_exchange, "_unfinished", [])
+    monkeypatch.setattr(all_gather, "_unfinished", [])
     group = ProcessGroup("load", 0, 1, None, 0.1)
     gathered = (SimpleNamespace(is_ready=lambda: False),) * 2
     exchange = ReplicaExchange([], None, group)
     exchange._in_flight.append((None, gathered))
     with pytest.raises(osl.PeerError, match=r"others? .* did not come within 0\.1 s"), exchange:
         exchange.finish()
-    assert replica_exchange._unfinished == [gathered[:1]]
+    assert all_gather._unfinished == [gathered[:1]]
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
