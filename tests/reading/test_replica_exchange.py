@@ -20,7 +20,7 @@ from sampling import every
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format import DTYPES
-from orbax_safetensors_layout.reading import ReplicaExchange
+from orbax_safetensors_layout.reading import ReplicaExchange, all_gather
 from orbax_safetensors_layout.reading.all_gather import SendBuffer
 from orbax_safetensors_layout.runtime import ProcessGroup
 from orbax_safetensors_layout.sharding import ReplicaGrid
