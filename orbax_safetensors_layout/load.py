@@ -128,6 +128,10 @@ class LoadRequest(NamedTuple):
     only: str | Sequence[str] | None
     options: ReadOptions
 
+    def open(self, path: PathLike) -> Catalog:
+        """Opens a checkpoint as the options say."""
+        return Catalog.open(path, retries=self.options.retries, cache=self.options.cache_folder)
+
     def processes(self, tree: AbstractTree, count: int) -> tuple[int, ...]:
         """Return the processes, of `count`, that exchange the tensors that several of them hold."""
         leaves = () if self.abstract is None else tree.parsed
@@ -152,10 +156,7 @@ def begin_requested(
     options = request.options
     with contextlib.ExitStack() as on_error, frozen_heap():
         with telling_others(path, request):
-            if open_catalog is None:
-                opened = Catalog.open(path, retries=options.retries, cache=options.cache_folder)
-            else:
-                opened = open_catalog()
+            opened = request.open(path) if open_catalog is None else open_catalog()
             catalog = on_error.enter_context(opened)
             tree = _abstract_tree(catalog, request, devices=True)
             processes = request.processes(tree, jax.process_count())

@@ -145,13 +145,14 @@ def begin_load(
     switch: str | None = None,  # lets the checkpoint hold more than the tree, for an error's hint
 ) -> Callable[[], Any]:
     """Holds the tree against the headers; returns a function that loads it."""
+    request = LoadRequest(abstract, mapping, None, options)
 
     def open_catalog() -> Catalog:
         check_remains(path)
-        return Catalog.open(path, retries=options.retries, cache=options.cache_folder)
+        return request.open(path)
 
     try:
-        return begin_requested(path, LoadRequest(abstract, mapping, None, options), open_catalog)
+        return begin_requested(path, request, open_catalog)
     except UnexpectedTensorError as error:
         if switch is not None:
             error.hint = f"Pass {switch} to leave them out, or put `...` in their place."
