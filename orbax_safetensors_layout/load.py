@@ -342,14 +342,17 @@ def _read(
     done = []
     with (
         progress_callback(options.progress) as progress,
-        ReplicaExchange(leaves, values, group) as exchange,
+        ReplicaExchange(leaves, values, group, steps) as exchange,
     ):
         report = ProgressReport(progress, sum(plan.needed_bytes for plan in plans))
         for step, plan in zip(steps, plans, strict=True):
             with group.together(LOADING):
                 exchange.begin(step)
                 done.append(reader.run(step.reads, plan, exchange.take, report=report, check=check))
-        with group.together(LOADING) if planned.exchanges else contextlib.nullcontext():
+        together = group.together if planned.exchanges else contextlib.nullcontext
+        with together(LOADING):
+            exchange.gather()
+        with together(LOADING):  # all have begun all gathers
             exchange.finish()
             if isinstance(catalog.storage, LocalStorage):
                 catalog.storage.check_current()

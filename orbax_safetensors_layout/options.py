@@ -8,7 +8,7 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -127,38 +127,38 @@ class ExchangeProfile(NamedTuple):
 
     bytes_per_second: float  # that the devices of a process gather
     round_seconds: float
-    program_seconds: float  # XLA compiles it
+    program_seconds: float  # XLA compiles it, while a load reads
 
-    def shared(self, times: int) -> Self:
-        """Return that of devices that do so many times the work."""
-        return type(self)(
-            self.bytes_per_second / times, self.round_seconds * times, self.program_seconds * times
-        )
-
-    def seconds(self, nbytes: float, rounds: int = 0, programs: int = 0) -> float:
-        """Return the time of rounds in which `nbytes` are gathered."""
-        return (
-            nbytes / self.bytes_per_second
-            + rounds * self.round_seconds
-            + programs * self.program_seconds
-        )
+    def seconds(
+        self, nbytes: float, rounds: int = 0, programs: int = 0, *, reading: float = 0.0
+    ) -> float:
+        """Return the time of rounds in which `nbytes` are gathered, and of `reading` before."""
+        gathering = nbytes / self.bytes_per_second + rounds * self.round_seconds
+        return max(reading, programs * self.program_seconds) + gathering
 
 
-# For each process of a host, and each device of it that it exchanges with. Fitted to
-# `benchmarks/exchange.py`: 2, 4 and 8 processes of two devices, on one host of two cores.
-_CPU = ExchangeProfile(bytes_per_second=8e9, round_seconds=0.00025, program_seconds=0.008)
+# Fitted to `benchmarks/exchange.py`: 2, 4 and 8 processes of two devices, on one host of two cores.
+# The rate and a round are for each process of a host, and each device of it that it exchanges with;
+# a program is for each process, and takes longer the more parts rows are cut into.
+_CPU = ExchangeProfile(bytes_per_second=8e9, round_seconds=0.00025, program_seconds=0.024)
+_CPU_PART_SECONDS = 0.0085
 _ACCELERATOR = ExchangeProfile(bytes_per_second=3e9, round_seconds=0.002, program_seconds=0.2)
 
 
 def exchange_profile(
-    platform: str = "", devices: int = 4, processes_per_host: int = 1
+    platform: str = "", devices: int = 4, processes_per_host: int = 1, parts: int = 1
 ) -> ExchangeProfile:
     """Return the cost model of the devices of a platform, as JAX names it; or of accelerators.
 
-    On CPUs the cores of a host do all of the work: each of its processes compiles for, and sends
-    to, those `devices` on it that exchange with each other.
+    On CPUs the cores of a host do all of the work: each of its processes compiles, and sends to
+    those `devices` on it that exchange with each other. Each keeps one of so many `parts` of rows.
     """
-    return _CPU.shared(processes_per_host * devices) if platform == "cpu" else _ACCELERATOR
+    if platform != "cpu":
+        return _ACCELERATOR
+    rate, round_seconds, program_seconds = _CPU
+    each = processes_per_host * devices
+    program_seconds += _CPU_PART_SECONDS * parts * (parts > 1)
+    return ExchangeProfile(rate / each, round_seconds * each, program_seconds * processes_per_host)
 
 
 class CacheFolder(NamedTuple):

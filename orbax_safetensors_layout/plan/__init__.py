@@ -19,7 +19,7 @@ from .cluster import (
 from .coalesce import SMALL_REGION_BYTES, Request, RequestGroup
 from .cost import Cost, HostRate, LeafCost
 from .coverage import Coverage, coverage
-from .exchange_plan import ExchangeLimits, ExchangePolicy, plan_exchange
+from .exchange_plan import ExchangeLimits, ExchangePolicy, LeafKind, plan_exchange
 from .exchange_rounds import Fragment, Item, Round, RoundForm, SharedLeaf, Stage
 from .leaf_reads import ComposedArray, LeafRead
 from .reads import ReadPlan, exchange_cost, plan_reads, read_bytes

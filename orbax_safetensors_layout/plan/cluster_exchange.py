@@ -32,7 +32,7 @@ def plan_cluster_exchange(
     estimates; none where nothing is exchanged.
     """
     processes = holders[0].size if holders else 0
-    if not exchange.may_gain(sum(entry.nbytes for entry in entries), processes):
+    if not processes or not exchange.load_may_gain(sum(e.nbytes for e in entries), processes):
         return set(), ()
     leaves = SharedLeaves(exchange, merges=True)
     for number, (entry, of_class) in enumerate(zip(entries, class_of, strict=True)):

@@ -119,7 +119,8 @@ class HostRate(NamedTuple):
         """Return the time of a cost, where all hosts together move `all_bytes`."""
         moved = self.read_seconds(cost.read_bytes + cost.written_bytes, all_bytes)
         exchange = cost.gathered_bytes, cost.exchange_rounds, cost.exchange_programs
-        return cost.requests * self.request_seconds + moved + self.exchange.seconds(*exchange)
+        reading = cost.requests * self.request_seconds + moved
+        return self.exchange.seconds(*exchange, reading=reading)
 
     def exchange_text(self) -> str:
         rate, round_seconds, program_seconds = self.exchange

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
@@ -26,7 +27,7 @@ from orbax_safetensors_layout.options import (
     exchange_profile,
 )
 from orbax_safetensors_layout.runtime import SLOT_ALIGNMENT, batches
-from orbax_safetensors_layout.sharding import ReplicaGrid
+from orbax_safetensors_layout.sharding import ReplicaGrid, Replicas
 
 from .cost import HostRate
 from .exchange_rounds import Item, Round, RoundForm, SharedLeaf, Stage
@@ -37,7 +38,6 @@ _MOST_LANES = 64  # arrays that one program makes
 _MANY_ROUNDS = 8  # of which one may leave most processes without work
 _MOST_IDLE = 1.1  # columns that a split may need for the work of one
 _MOST_PADDED = 4  # times the bytes of a large leaf that devices may gather
-_MOST_PROGRAMS = 2  # of the rounds of one group
 _MOST_SLOWER = 0.02  # of the time, for bytes that storage need not send again
 _LEAST_SAVED = 0.002  # of the bytes, for which a load may be slower
 _ROUNDS_IN_BUDGET = 8
@@ -86,20 +86,29 @@ class ExchangeRates(NamedTuple):
     """The rates by which reading alone is compared with an exchange; the same on all processes."""
 
     storage: HostRate
+    profile: StorageProfile  # of which they are
     platform: str
     processes_per_host: int
 
     def exchange(self, grid: ReplicaGrid | None = None) -> ExchangeProfile:
         """Return the rates of an exchange among the devices of a grid, or of the fewest."""
-        devices = 2
+        devices, parts = 2, 1
         if grid is not None:
             devices = min(grid.columns, grid.most_slots * self.processes_per_host)
-        return exchange_profile(self.platform, devices, self.processes_per_host)
+            parts = math.prod(grid.cuts)
+        return exchange_profile(self.platform, devices, self.processes_per_host, parts)
+
+    def load_seconds(self, nbytes: float, all_bytes: float) -> float:
+        """Return the time of all reads of a process: as for a part, but one request at least."""
+        profile = self.profile
+        least = min(nbytes, profile.least_request_bytes, profile.request_bytes)
+        one_request = least / profile.bandwidth_bytes_per_second
+        return max(one_request, self.storage.read_seconds(nbytes, all_bytes))
 
     def rounds(self, groups: Sequence[_Group]) -> list[Round]:
         """Plan the groups whose exchange takes less time than reading, or hardly more."""
         costs = [
-            self._compare(leaves, sum(leaf.gathered_bytes for leaf in leaves), rounds=1)
+            self._compare(leaves, sum(leaf.gathered_bytes for leaf in leaves), 1, 1)
             for leaves, _ in groups
         ]
         most_slack = _MOST_SLOWER * sum(cost.alone_seconds for cost in costs)
@@ -108,7 +117,8 @@ class ExchangeRates(NamedTuple):
             if costs[number].loss_seconds <= most_slack:
                 rounds = planned[number] = [*plan()]
                 gathered_bytes = sum(step.form.gathered_bytes for step in rounds)
-                costs[number] = self._compare(leaves, gathered_bytes, len(rounds))
+                programs = len({id(step.form) for step in rounds})
+                costs[number] = self._compare(leaves, gathered_bytes, len(rounds), programs)
         slack = _MOST_SLOWER * sum(min(cost.alone_seconds, cost.once_seconds) for cost in costs)
         least = _LEAST_SAVED * sum(cost.once_bytes for cost in costs)
         kept = []
@@ -120,7 +130,7 @@ class ExchangeRates(NamedTuple):
         return [step for number in sorted(kept) for step in planned[number]]
 
     def _compare(
-        self, leaves: Sequence[SharedLeaf], gathered_bytes: float, rounds: int
+        self, leaves: Sequence[SharedLeaf], gathered_bytes: float, rounds: int, programs: int
     ) -> _Comparison:
         """Return the costs of leaves of which a device gathers so much, in so many rounds."""
         grid = leaves[0].replicas.grid
@@ -129,14 +139,27 @@ class ExchangeRates(NamedTuple):
         nbytes = sum(leaf.stored_bytes for leaf in leaves)
         share = grid.most_slots / grid.columns
         once_bytes = nbytes * len(holders)
-        once = self.storage.read_seconds(nbytes * share, once_bytes)
+        reading = self.storage.read_seconds(nbytes * share, once_bytes)
         each = sum(leaf.stored_bytes * leaf.share for leaf in leaves)
         alone_bytes = each * sum(map(len, holders))
         alone = self.storage.read_seconds(each * boxes, alone_bytes)
         alone += self.storage.request_seconds * boxes * sum(leaf.requests for leaf in leaves)
-        programs = min(rounds, _MOST_PROGRAMS)
-        once += self.exchange(grid).seconds(gathered_bytes * grid.most_slots, rounds, programs)
+        gathered = gathered_bytes * grid.most_slots, rounds, programs
+        once = self.exchange(grid).seconds(*gathered, reading=reading)
         return _Comparison(alone, once, alone_bytes, once_bytes)
+
+
+class LeafKind(NamedTuple):
+    """Leaves whose exchange costs the same, as far as that is known before columns are merged."""
+
+    grid: ReplicaGrid
+    stored_bytes: int  # of one in the files
+    gathered_bytes: int  # that the devices of some process gather at least
+
+    @classmethod
+    def of(cls, replicas: Replicas, stored_bytes: int, itemsize: int) -> Self:
+        grid = replicas.grid
+        return cls(grid, stored_bytes, grid.most_slots * replicas.boxes[0].size * itemsize)
 
 
 class ExchangePolicy(NamedTuple):
@@ -157,21 +180,39 @@ class ExchangePolicy(NamedTuple):
         if options.replicated == "read_once":
             return cls(limits, None)
         storage = HostRate.of(profile, processes_per_host=processes_per_host)
-        return cls(limits, ExchangeRates(storage, platform, processes_per_host))
+        return cls(limits, ExchangeRates(storage, profile, platform, processes_per_host))
 
-    def may_gain(
-        self, stored_bytes: int, processes: int, gathered_bytes: int = 0, *, rounds: int = 0
+    def load_may_gain(
+        self, stored_bytes: int, processes: int, kinds: Iterable[tuple[LeafKind, int]] = ()
     ) -> bool:
-        """Whether the least that an exchange takes is less than reading all bytes everywhere.
+        """Whether the least that an exchange takes is less than reading a load everywhere.
 
-        The devices of some process gather at least `gathered_bytes`, in at least so many `rounds`.
+        Of its leaves that may be exchanged `kinds` says how many there are of each.
         """
         if self.rates is None:
             return True
-        if self.limits.together_bytes < sys.maxsize:  # rows may be read several times
-            gathered_bytes = 0
-        alone = self.rates.storage.read_seconds(stored_bytes, stored_bytes * processes)
-        return alone > self.rates.exchange().seconds(gathered_bytes, rounds, programs=rounds)
+        alone = self.rates.load_seconds(stored_bytes, stored_bytes * processes)
+        reading = self.rates.load_seconds(stored_bytes / processes, stored_bytes)
+        gathering = sum(
+            self.rates.exchange(kind.grid).seconds(count * kind.gathered_bytes)
+            for kind, count in kinds
+        )
+        if self._reads_again:
+            reading = gathering = 0.0
+        return alone > self.rates.exchange().seconds(0, 1, 1, reading=reading) + gathering
+
+    def may_gain(self, kind: LeafKind, processes: int) -> bool:
+        """Whether the same holds of one leaf of many."""
+        if self.rates is None:
+            return True
+        gathered_bytes = 0 if self._reads_again else kind.gathered_bytes
+        alone = self.rates.storage.read_seconds(kind.stored_bytes, kind.stored_bytes * processes)
+        return alone > self.rates.exchange(kind.grid).seconds(gathered_bytes)
+
+    @property
+    def _reads_again(self) -> bool:
+        """Whether one that reads alone may read rows several times; there is no bound for that."""
+        return self.limits.together_bytes < sys.maxsize
 
 
 def plan_exchange(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,9 +36,7 @@ class SendBuffer:
 
     def __init__(self, form: RoundForm) -> None:
         self._form = form
-        itemsize = form.dtype.itemsize
-        self._bits: np.dtype = np.dtype(f"u{itemsize}" if form.is_direct else "u1")
-        self._trailing = () if form.is_direct or form.is_packed else (itemsize,)
+        self._bits, self._trailing = _bits_of(form)
         self._values: dict[tuple[int, int], np.ndarray] = {}
 
     def put(self, row: int, column: int, offset: int, values: np.ndarray) -> None:
@@ -72,17 +70,46 @@ class SendBuffer:
             for row, column in form.grid.slots(process)
         ]
         self._values.clear()
-        mesh = _mesh(form.grid, form.lanes)
-        extents = [*form.part_shape, *self._trailing]
-        extents[form.axis] *= form.parts
-        shape = (len(form.grid.devices) * form.lanes, *extents)
-        sharding = NamedSharding(mesh, _spec(mesh, form.axis))
-        given = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-        length = form.shape[form.axis]
-        target = form.dtype if form.is_direct else None
-        # The caller's mesh is not meant, nor is a weight that is NaN an accident.
-        with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
-            return _program(mesh, form.axis, form.cut_axes, length, target)(given)
+        pieces = _pieces_of(form)
+        given = jax.make_array_from_single_device_arrays(pieces.shape, pieces.sharding, shards)
+        with _program_of(form) as program:
+            gathered: tuple[jax.Array, ...] = program(given)
+        return gathered
+
+
+def compile_gather(form: RoundForm) -> None:
+    """Compiles the program of rounds of a form, which then finds it in JAX's own cache."""
+    with _program_of(form) as program:
+        program.lower(_pieces_of(form)).compile()
+
+
+def _bits_of(form: RoundForm) -> tuple[np.dtype, tuple[int, ...]]:
+    """Return the dtype that values move as, and the dimensions that this adds to them."""
+    itemsize = form.dtype.itemsize
+    bits: np.dtype = np.dtype(f"u{itemsize}" if form.is_direct else "u1")
+    return bits, () if form.is_direct or form.is_packed else (itemsize,)
+
+
+def _pieces_of(form: RoundForm) -> Any:
+    """Return what the devices of a round contribute together."""
+    bits, trailing = _bits_of(form)
+    extents = [*form.part_shape, *trailing]
+    extents[form.axis] *= form.parts
+    shape = (len(form.grid.devices) * form.lanes, *extents)
+    mesh = _mesh(form.grid, form.lanes)
+    sharding = NamedSharding(mesh, _spec(mesh, form.axis))
+    pieces: Any = jax.ShapeDtypeStruct
+    return pieces(shape, bits, sharding=sharding)
+
+
+@contextlib.contextmanager
+def _program_of(form: RoundForm) -> Iterator[Any]:
+    """The program of a round, in a block where it is as in any other thread or program."""
+    mesh = _mesh(form.grid, form.lanes)
+    target = form.dtype if form.is_direct else None
+    # The caller's mesh is not meant, nor is a weight that is NaN an accident.
+    with jax.set_mesh(mesh), jax.debug_nans(False), jax.debug_infs(False):
+        yield _program(mesh, form.axis, form.cut_axes, form.shape[form.axis], target)
 
 
 def on_host(
@@ -114,7 +141,7 @@ def _spec(mesh: Mesh, axis: int) -> PartitionSpec:
 @functools.lru_cache(256)
 def _program(
     mesh: Mesh, axis: int, cut_axes: tuple[int, ...], length: int, target: np.dtype | None
-) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+) -> Any:
     """The identity from pieces to whole boxes; compiled once for each shape.
 
     Dimension `axis` of a box, of `length` without what pads it, is split among the parts of the
@@ -143,8 +170,7 @@ def _program(
         out_specs=(spec,) * (1 if target is None else lanes),
         check_vma=False,
     )
-    program: Callable[[jax.Array], tuple[jax.Array, ...]] = jax.jit(mapped)
-    return program
+    return jax.jit(mapped)
 
 
 def values_on_all(value: jax.Array, group: ProcessGroup, doing: str) -> np.ndarray:

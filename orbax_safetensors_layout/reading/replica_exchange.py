@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterable, Mapping as Dict, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -25,6 +26,7 @@ from orbax_safetensors_layout.plan import (
     ExchangePolicy,
     Fragment,
     Item,
+    LeafKind,
     MappedSource,
     RegionReads,
     Round,
@@ -48,6 +50,7 @@ from .all_gather import (
     SendBuffer,
     await_gathered,
     await_unfinished,
+    compile_gather,
     gathering,
     leave_unfinished,
     on_host,
@@ -128,7 +131,10 @@ def steps_of(
     *,
     exchange: bool,
 ) -> list[ExchangeStep]:
-    """Divides the reads of a process into steps; those that are not exchanged come last."""
+    """Divides the reads of a process into steps; those that are not exchanged come first.
+
+    The longer is read before the first exchange, the more of its programs are compiled by then.
+    """
     stages = _stages(catalog, leaves, shards, options) if exchange else []
     budget = options.memory_budget_bytes
     steps = []
@@ -148,7 +154,7 @@ def steps_of(
         leaf for leaf in leaves if leaf.number not in exchanged or not leaf.region.local.boxes
     ]
     reads = RegionReads([leaf.region for leaf in private], budget)
-    return [*steps, ExchangeStep(private, reads, ())]
+    return [ExchangeStep(private, reads, ()), *steps]
 
 
 def _stages(
@@ -158,21 +164,28 @@ def _stages(
     platform = min(map(_platform, shardings), default="")
     exchange = ExchangePolicy.of(options, catalog.storage.kind, platform, shards.processes_per_host)
     sizes = [leaf.region.source.stored_bytes for leaf in leaves]
-    if not exchange.may_gain(sum(sizes), shards.process_count, rounds=1):
+    if not exchange.load_may_gain(sum(sizes), shards.process_count):
         return []
     # Of leaves that many have the shards of; to hash a sharding, or replicas, takes long.
-    known: dict[tuple[int, bool, int, int], Replicas | None] = {}
+    known: dict[tuple[int, bool, int, int], tuple[Replicas, LeafKind] | None] = {}
     tied: dict[object, list[tuple[ResolvedLeaf, Replicas]]] = {}  # the same values and places
+    kinds: collections.Counter[int] = collections.Counter()  # by id
     for leaf, stored_bytes in zip(leaves, sizes, strict=True):
         region, placement = leaf.region, leaf.abstract.placement
-        kind = id(region.local), placement is None, stored_bytes, region.dtype.itemsize
-        if kind not in known:
-            known[kind] = _gainful(exchange, leaf, stored_bytes, shards)
-        replicas = known[kind]
-        if replicas is not None:
+        key = id(region.local), placement is None, stored_bytes, region.dtype.itemsize
+        if key not in known:
+            known[key] = _gainful(exchange, leaf, stored_bytes, shards)
+        gainful = known[key]
+        if gainful is not None:
+            replicas, kind = gainful
             values = region.values_key
-            key = leaf.number if values is None else (values, placement)
-            tied.setdefault(key, []).append((leaf, replicas))
+            same = tied.setdefault(leaf.number if values is None else (values, placement), [])
+            kinds[id(kind)] += not same
+            same.append((leaf, replicas))
+    counted = [(kind, kinds[id(kind)]) for _, kind in filter(None, known.values())]
+    stored_bytes = sum(count * kind.stored_bytes for kind, count in counted)
+    if not exchange.load_may_gain(stored_bytes, shards.process_count, counted):
+        return []
     # Pieces are read by those that hold them, each from files of its own.
     shared = SharedLeaves(exchange, merges=catalog.layout == "hf")
     for (leaf, replicas), *others in tied.values():
@@ -198,7 +211,7 @@ def _stages(
 
 def _gainful(
     exchange: ExchangePolicy, leaf: ResolvedLeaf, stored_bytes: int, shards: ProcessShards
-) -> Replicas | None:
+) -> tuple[Replicas, LeafKind] | None:
     """Return the replicas of a leaf, if they may be had faster from other processes."""
     placement, shape = leaf.abstract.placement, leaf.region.source.shape
     if placement is None or 0 in shape:
@@ -206,10 +219,8 @@ def _gainful(
     replicas = shards.replicas(sharding_of(placement), shape)
     if replicas is None:
         return None
-    box_bytes = replicas.boxes[0].size * leaf.region.dtype.itemsize
-    gathered_bytes = replicas.grid.most_slots * box_bytes
-    gains = exchange.may_gain(stored_bytes, shards.process_count, gathered_bytes)
-    return replicas if gains else None
+    kind = LeafKind.of(replicas, stored_bytes, leaf.region.dtype.itemsize)
+    return (replicas, kind) if exchange.may_gain(kind, shards.process_count) else None
 
 
 def _of_each_mesh(placements: Iterable[Any]) -> list[Any]:
@@ -311,15 +322,24 @@ class ReplicaExchange:
     """Values of replicas on their way from the process that read them to all that need them.
 
     A step takes what this process reads; the next gathers it, on the calling thread, as planned.
+    The programs for that are compiled from the start, on a thread.
     """
 
     def __init__(
-        self, leaves: Sequence[ResolvedLeaf], values: LeafBuilder, group: ProcessGroup
+        self,
+        leaves: Sequence[ResolvedLeaf],
+        values: LeafBuilder,
+        group: ProcessGroup,
+        steps: Iterable[ExchangeStep] = (),
     ) -> None:
         self._leaves = leaves
         self._values = values
         self._group = group
         self._process = group.process_index
+        rounds = (round_ for step in steps for round_ in step.stage)
+        self._forms = {id(r.form): r.form for r in rounds if r.form.grid.slots(self._process)}
+        self._compiler = ThreadPoolExecutor(1, "safetensors_compile")
+        self._compiled: dict[int, Future[None]] = {}
         # The step that has begun: its leaves, rounds, and by leaf what is sent to others.
         self._step_leaves: Sequence[ResolvedLeaf] = ()
         self._rounds: list[tuple[Round, SendBuffer]] = []
@@ -329,13 +349,28 @@ class ReplicaExchange:
         )
 
     def __enter__(self) -> Self:
+        for number, form in self._forms.items():
+            self._compiled[number] = self._compiler.submit(compile_gather, form)
         return self
 
     def __exit__(self, *_: object) -> None:
         leave_unfinished(arrays for _, arrays in self._in_flight)
+        self._compiler.shutdown(cancel_futures=True)
 
     def begin(self, step: ExchangeStep) -> None:
         """Begins a step, with the gathers of the one before, which all processes have read."""
+        self.gather()
+        self._step_leaves = step.leaves
+        self._rounds = [
+            (r, SendBuffer(r.form)) for r in step.stage if r.form.grid.slots(self._process)
+        ]
+        self._fragments = {}
+        for round_, buffer in self._rounds:
+            for fragment in round_.fragments(self._process):
+                self._fragments.setdefault(fragment.leaf, (buffer, []))[1].append(fragment)
+
+    def gather(self) -> None:
+        """Begins the gathers of the step that all processes have read."""
         failure: PeerError | None = None
         for round_, buffer in self._rounds:
             try:
@@ -345,17 +380,11 @@ class ReplicaExchange:
                 failure = error
             with gathering():
                 self._in_flight.append((round_, ()))  # nothing tells whether one that fails began
+                self._compiled[id(round_.form)].result()
                 self._in_flight[-1] = round_, buffer.gather(self._process)
         if failure is not None:
             raise failure
-        self._step_leaves = step.leaves
-        self._rounds = [
-            (r, SendBuffer(r.form)) for r in step.stage if r.form.grid.slots(self._process)
-        ]
-        self._fragments = {}
-        for round_, buffer in self._rounds:
-            for fragment in round_.fragments(self._process):
-                self._fragments.setdefault(fragment.leaf, (buffer, []))[1].append(fragment)
+        self._rounds = []
 
     def take(
         self, numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]
@@ -372,6 +401,7 @@ class ReplicaExchange:
         return None
 
     def finish(self) -> None:
+        """Waits for the gathers that have begun."""
         while self._in_flight:
             self._land()
 

@@ -19,7 +19,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format import DTYPES, TensorEntry
 from orbax_safetensors_layout.geometry import cover, row_major_strides
-from orbax_safetensors_layout.plan import ExchangeLimits, ExchangePolicy, SharedLeaf, plan_exchange
+from orbax_safetensors_layout.plan import (
+    ExchangeLimits,
+    ExchangePolicy,
+    LeafKind,
+    SharedLeaf,
+    plan_exchange,
+)
 from orbax_safetensors_layout.reading import ExchangeStep, fingerprint_of
 from orbax_safetensors_layout.sharding import ProcessShards
 
@@ -261,7 +267,7 @@ def test_processes_that_share_a_host_share_its_rates():
     options = osl.ReadOptions()
     alone, shared = (ExchangePolicy.of(options, "local", "cpu", processes) for processes in (1, 8))
     assert shared.rates.storage.bytes_per_second == alone.rates.storage.bytes_per_second / 8
-    one, eight = (exchange.rates.exchange().seconds(10**9, 3, 2) for exchange in (alone, shared))
+    one, eight = (exchange.rates.exchange().seconds(10**9, 3) for exchange in (alone, shared))
     assert eight == pytest.approx(8 * one)
     # 85 MB/s a stream, 32 streams; the network of a host carries little more.
     stored = [ExchangePolicy.of(options, "gs", "tpu", processes).rates for processes in (1, 8)]
@@ -277,12 +283,29 @@ def test_cpu_devices_exchange_more_slowly_the_more_of_a_host_there_are():
     )
     options = osl.ReadOptions()
     on_one, on_eight = (ExchangePolicy.of(options, "https", "cpu", n).rates for n in (8, 1))
-    one_round = 10**7, 1, 1
+    one_round = 10**7, 1
     assert on_one.exchange(everyone).seconds(*one_round) == pytest.approx(
         8 * on_one.exchange(pairs).seconds(*one_round)
     )
-    # On hosts of their own each compiles for its two devices at once.
+    # On hosts of their own each sends to its two devices at once.
     assert on_eight.exchange(everyone) == on_eight.exchange(pairs)
+
+
+def test_programs_are_compiled_while_tensors_are_read():
+    rates = ExchangePolicy.of(osl.ReadOptions(), "https", "tpu").rates.exchange()
+    compiling = 2 * rates.program_seconds
+    assert rates.seconds(0, 1, 2, reading=compiling / 2) == compiling + rates.round_seconds
+    assert rates.seconds(0, 1, 2, reading=2 * compiling) == 2 * compiling + rates.round_seconds
+
+
+def test_programs_that_cut_rows_take_longer_the_more_parts_there_are():
+    mesh = AbstractMesh((8,), ("fsdp",))
+    whole = ProcessShards(0, 4).replicas(NamedSharding(mesh, PartitionSpec()), (16,)).grid
+    rates = ExchangePolicy.of(osl.ReadOptions(), "https", "cpu", 4).rates
+    plain, two, eight = (
+        rates.exchange(whole._replace(cuts=cuts)).program_seconds for cuts in ((), (2,), (2, 4))
+    )
+    assert plain < two < eight
 
 
 def test_what_takes_no_longer_than_a_round_is_not_planned():
@@ -290,21 +313,39 @@ def test_what_takes_no_longer_than_a_round_is_not_planned():
         osl.ReadOptions(bandwidth_bytes_per_second={"local": 1e6}), "local", "tpu"
     )
     seconds = exchange.rates.exchange().seconds(0, rounds=1, programs=1)
-    assert not exchange.may_gain(int(seconds * 1e6) - 1, 2, rounds=1)
-    assert exchange.may_gain(int(seconds * 1e6) + 1, 2, rounds=1)
-    assert ExchangePolicy.of(osl.ReadOptions(replicated="read_once"), "local", "tpu").may_gain(0, 2)
+    assert not exchange.load_may_gain(int(seconds * 1e6) - 1, 2)
+    assert exchange.load_may_gain(int(seconds * 1e6) + 1, 2)
+    once = ExchangePolicy.of(osl.ReadOptions(replicated="read_once"), "local", "tpu")
+    assert once.load_may_gain(0, 2)
+
+
+def test_a_request_of_all_is_no_faster_than_that_of_a_part():
+    """A load of a few requests takes as long as one of them, whoever reads the others."""
+    options = osl.ReadOptions(
+        bandwidth_bytes_per_second={"https": 4e6}, latency_seconds={"https": 0.02}, concurrency=8
+    )
+    exchange = ExchangePolicy.of(options, "https", "cpu")
+    assert not exchange.load_may_gain(8 << 20, 2)  # eight streams, of a MiB or of two halves
+    assert exchange.load_may_gain(16 << 20, 2)
 
 
 def test_what_is_read_faster_than_gathered_is_not_planned():
     options = osl.ReadOptions(bandwidth_bytes_per_second={"local": 1e9})
     exchange = ExchangePolicy.of(options, "local", "cpu")
-    rate = exchange.rates.exchange().bytes_per_second
+    mesh = AbstractMesh((2,), ("data",))
+    replicas = ProcessShards(0, 2).replicas(NamedSharding(mesh, PartitionSpec()), (16,))
     stored = 10**8
-    equal = int(stored * rate / 1e9)
-    assert not exchange.may_gain(stored, 2, equal + 1)
-    assert exchange.may_gain(stored, 2, equal - 1)
+    kind = LeafKind.of(replicas, stored, 4)
+    assert kind.gathered_bytes == 64
+    equal = int(stored * exchange.rates.exchange(replicas.grid).bytes_per_second / 1e9)
+    assert not exchange.may_gain(kind._replace(gathered_bytes=equal + 1), 2)
+    assert exchange.may_gain(kind._replace(gathered_bytes=equal - 1), 2)
+    # All leaves together are read in part meanwhile.
+    assert not exchange.load_may_gain(stored, 2, [(kind._replace(gathered_bytes=equal), 1)])
+    assert exchange.load_may_gain(stored, 2, [(kind, 1)])
     # Where rows may be read several times, reading has no such bound.
-    assert ExchangePolicy.of(options, "local", "tpu").may_gain(stored, 2, 100 * stored)
+    again = ExchangePolicy.of(options, "local", "tpu")
+    assert again.may_gain(kind._replace(gathered_bytes=100 * stored), 2)
 
 
 def test_columns_of_arrays_beyond_the_range_of_64_bits():

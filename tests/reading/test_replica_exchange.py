@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -92,6 +93,26 @@ def test_a_gather_without_end_is_an_error_in_time_and_remembered(monkeypatch):
     with pytest.raises(osl.PeerError, match=r"others? .* did not come within 0\.1 s"), exchange:
         exchange.finish()
     assert all_gather._unfinished == [gathered[:1]]
+
+
+def test_programs_are_compiled_beside_the_reads(tmp_path):
+    """By a thread of the load; the gathers of the calling thread find them in JAX's cache."""
+    path = save(tmp_path, {"t": random_tensor((2048, 512), np.float32, 0)})
+    leaf = jax.ShapeDtypeStruct((2048, 512), np.float32, sharding=NamedSharding(mesh_of(a=8), P()))
+    threads = []
+
+    def listener(event, _, **__):
+        if "backend_compile" in event:
+            threads.append(threading.current_thread().name)
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        osl.load(path, {"t": leaf}, options=once())
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert [name.rpartition("_")[0] for name in threads] == ["safetensors_compile"]
+    assert not {*threads} & {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
