@@ -239,7 +239,10 @@ def explained(note: str, tensor: str) -> contextlib.AbstractContextManager[None]
 
 
 # Without the scheme: looking for one takes time by the square of a long dotted name's length.
-_URL = re.compile(r"://([^\s/?#\"'<>]*@)?(?P<rest>[^\s?#\"'<>]*)([?#][^\s\"'<>)]*)?")
+# `hf://model@revision` has no user info.
+_URL = re.compile(
+    r"://((?!(?<=hf://)[^\s/:@]*@)[^\s/?#\"'<>]*@)?(?P<rest>[^\s?#\"'<>]*)([?#][^\s\"'<>)]*)?"
+)
 _QUERY = re.compile(r"[?#][^\s\"'<>?#]*=[^\s\"'<>)]*")
 _SECRET = re.compile(
     r"(?P<name>(authorization|bearer|token|secret|signature|password|credential|access.?key"

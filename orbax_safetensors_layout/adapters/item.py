@@ -22,7 +22,7 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.format import MANIFEST
-from orbax_safetensors_layout.load import LoadRequest, begin_requested
+from orbax_safetensors_layout.load import LoadRequest, begin_requested, telling_others
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions
 from orbax_safetensors_layout.save import PreparedSave, save_group
@@ -157,6 +157,20 @@ def begin_load(
         if switch is not None:
             error.hint = f"Pass {switch} to leave them out, or put `...` in their place."
         raise
+
+
+def loads_orbax_item(
+    path: PathLike,
+    abstract: Callable[[], Any],
+    mapping: LeafMapping | None,
+    options: ReadOptions,
+) -> bool:
+    """Whether a load is one of `is_orbax_item`; where a process cannot tell, all fail."""
+    try:
+        return is_orbax_item(path)
+    except BaseException:
+        with telling_others(path, LoadRequest(abstract(), mapping, None, options)):
+            raise
 
 
 def is_orbax_item(directory: PathLike) -> bool:

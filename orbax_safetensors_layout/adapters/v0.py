@@ -17,7 +17,7 @@ from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
 from . import _orbax, settings
 from .folder_creation import folders_being_made
-from .item import ItemSave, begin_load, is_orbax_item
+from .item import ItemSave, begin_load, is_orbax_item, loads_orbax_item
 from .metadata import metadata_v0
 from .settings import Settings
 from .v0_args import abstract_tree_of, leaf_dtypes, load_resized, restore_orbax_item
@@ -100,10 +100,10 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
     ) -> Any:
         """Restores the tree that the arguments ask for, or everything, as `osl.load` does."""
         self.used_items.add(item_of(directory))
-        if is_orbax_item(directory):
-            return restore_orbax_item(directory, args)
         mapping = self._mapping(args)
         options = settings.current(self.own).read or ReadOptions()
+        if loads_orbax_item(directory, lambda: abstract_tree_of(args), mapping, options):
+            return restore_orbax_item(directory, args)
         strict = not getattr(args, "partial_restore", False)
 
         def load(abstract: Any) -> Any:

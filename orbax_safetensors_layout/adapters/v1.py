@@ -19,7 +19,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from . import _orbax, settings
 from .background import in_background
 from .folder_creation import folders_being_made
-from .item import ItemSave, begin_load, is_orbax_item
+from .item import ItemSave, begin_load, is_orbax_item, loads_orbax_item
 from .metadata import metadata_v1
 from .settings import NOTHING, Settings
 
@@ -91,10 +91,11 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
     ) -> Awaitable[Any]:
         """Holds the tree against the headers; loads as `osl.load` when awaited."""
         _note_use(directory)
-        if await in_background(is_orbax_item, directory):  # as a run's earlier steps may be
+        options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
+        request = directory, lambda: abstract_checkpointable, mapping, options
+        if await in_background(loads_orbax_item, *request):  # as a run's earlier steps may be
             orbaxs: Any = ocp.handlers.PyTreeHandler()
             return cast(Awaitable[Any], await orbaxs.load(directory, abstract_checkpointable))
-        options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
         strict = not _orbax.get_context().pytree.loading.partial_load
         # Orbax reports whatever is raised later as an incompatible handler.
         load = await in_background(

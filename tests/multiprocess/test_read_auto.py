@@ -173,6 +173,14 @@ def test_after_a_gather_that_not_all_began_nothing_is_exchanged(path):
     assert max(seconds for outcomes in (first, other) for _, seconds in outcomes[::2]) < 20
 
 
+def test_a_process_that_cannot_tell_the_format_fails_all(path):
+    for (text, seconds), (own, _) in zip(*run(path, "format unknown", 2), strict=True):
+        assert "process 1 failed while " in text
+        assert "stale file handle" in text
+        assert "OSError: stale file handle" in own
+        assert seconds < 10
+
+
 def test_a_load_that_waits_for_others_is_cancelled_at_once(path):
     cancelled, seconds = run(path, "cancelled", 2)[0]
     assert cancelled

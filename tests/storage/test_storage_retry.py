@@ -287,7 +287,9 @@ def test_harmless_text_stays():
     assert redact(text) == text
     text = "Error performing token request: Error performing GET"
     assert redact(text) == text
-    assert redact("gs://bucket/folder/model.safetensors") == "gs://bucket/folder/model.safetensors"
+    for path in ("gs://bucket/folder/model.safetensors", "hf://gpt2@main/file", "hf://org/m@main"):
+        assert redact(path) == path
+    assert redact("hf://me:hunter2@gpt2") == "hf://gpt2"
 
 
 @pytest.mark.timeout(60)
