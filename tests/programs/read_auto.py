@@ -130,7 +130,6 @@ def main(path, case, other=None):
         return texts
     if case == "format unknown":  # to one process, whose storage fails before the load begins
         import orbax.checkpoint as ocp
-        import orbax.checkpoint.experimental.v1 as ocp_v1
 
         item = importlib.import_module("orbax_safetensors_layout.adapters.item")
         if process:
