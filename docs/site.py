@@ -70,7 +70,8 @@ def _reference() -> str:
         if inspect.isclass(value):
             title = "Errors" if issubclass(value, Exception) else "Classes"
         place = f"{value.__module__}.{value.__qualname__}"
-        sections[title] += [f"::: {place}", "    options:", f"      heading: osl.{name}", ""]
+        shown = [f"      {option}: osl.{name}" for option in ("heading", "toc_label")]
+        sections[title] += [f"::: {place}", "    options:", *shown, ""]
     lines = ["# Reference", "", "`import orbax_safetensors_layout as osl`", ""]
     for title, parts in sections.items():
         lines += [f"## {title}", "", *parts]

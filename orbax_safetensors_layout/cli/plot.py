@@ -12,7 +12,7 @@ from orbax_safetensors_layout.runtime import size_text
 
 _MOST_ROWS, _COLUMNS, _MOST_LABELS = 64, 1200, 24
 _LEAST_SHARE = 1e-4
-_LEAST_NAMED = 0.02  # of the width, for a tensor's name
+_LEAST_NAMED, _LEAST_APART = 0.02, 0.036  # of the width: for a tensor's name, and between two
 
 
 def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
@@ -72,12 +72,18 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
 
 
 def _mark_tensors(axes: Any, seen: Coverage) -> None:
-    named = [item for item in seen.tensors if item[2] > _LEAST_NAMED * seen.total_bytes]
-    if not named or len(named) > _MOST_LABELS:
+    """Names of large tensors, but for those that would be written over the one before."""
+    named: list[tuple[str, float]] = []
+    for name, start, nbytes in seen.tensors:
+        place = start + nbytes / 2
+        is_near = named and place - named[-1][1] < _LEAST_APART * seen.total_bytes
+        if nbytes > _LEAST_NAMED * seen.total_bytes and not is_near:
+            named.append((name, place))
+    if not named:
         return
     top = axes.secondary_xaxis("top")
-    top.set_xticks([start + nbytes / 2 for _, start, nbytes in named])
-    top.set_xticklabels([name for name, _, _ in named], rotation=20, ha="left", fontsize=7)
+    top.set_xticks([place for _, place in named])
+    top.set_xticklabels([name for name, _ in named], rotation=20, ha="left", fontsize=7)
 
 
 def _mark_files(axes: Any, seen: Coverage) -> None:
