@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs the comparisons whose figures the README and docs show, all from one commit.
 
-    python benchmarks/documented.py FOLDER              three hours on an idle machine; 50 GB of disk
-    python benchmarks/documented.py FOLDER --quick      the same with small sizes, once each
+    python benchmarks/documented.py FOLDER            three hours on an idle machine; 50 GB of disk
+    python benchmarks/documented.py FOLDER --quick    the same with small sizes, once each
 
 Each program's report is put into FOLDER when it ends, and all into `all.md`, with the commit.
 Programs whose report is there are not run again, so that a run that was broken off goes on.
