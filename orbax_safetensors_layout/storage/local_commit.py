@@ -156,6 +156,7 @@ def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bo
         for name in os.listdir(folder):
             if name not in new and not is_replaced(name):
                 link_tree(os.path.join(folder, name), os.path.join(finished, name))
+        flush_folder(finished)  # what came from the old folder, which goes
         here = ""
         with contextlib.suppress(OSError):
             here = os.getcwd()
@@ -253,14 +254,19 @@ def _remove_old(old: str, folder: str) -> None:
 
 
 def link_tree(source: str, target: str) -> None:
-    """Makes a file or folder appear in a second place: by hard links, or else by copies."""
+    """Makes a file or folder appear in a second place: by hard links, or else by durable copies."""
     if os.path.isdir(source) and not os.path.islink(source):
         shutil.copytree(source, target, symlinks=True, copy_function=link_tree)
+        for folder, _, _ in os.walk(target):
+            flush_folder(folder)
         return
     with contextlib.suppress(OSError):
         os.link(source, target, follow_symlinks=False)
         return
     shutil.copy2(source, target, follow_symlinks=False)
+    if not os.path.islink(target):
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def _bring(source: str, target: str) -> None:

@@ -135,6 +135,8 @@ def test_where_the_file_system_has_no_hard_links(tmp_path, monkeypatch):
     def no_links(*_, **__):
         raise OSError(1, "Operation not permitted")
 
+    flushed, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), flushed.append(os.fstat(fd).st_ino)))
     monkeypatch.setattr(os, "link", no_links)
     old = make(tmp_path / "checkpoint", config="c")
     make(old / "sub", file="f")
@@ -149,6 +151,9 @@ def test_where_the_file_system_has_no_hard_links(tmp_path, monkeypatch):
         "link": "-> config",
     }
     assert (old / "config").stat().st_mode & 0o777 == 0o600
+    # The first files are gone, so that their copies have to be on the disk.
+    copies = (old, old / "config", old / "sub", old / "sub" / "file")
+    assert {path.stat().st_ino for path in copies} <= {*flushed}
 
 
 def test_readers_of_the_old_files_read_on(tmp_path):
