@@ -153,10 +153,11 @@ def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bo
             return
         os.chmod(finished, stat.S_IMODE(os.stat(folder).st_mode))
         new = set(os.listdir(finished))
-        for name in os.listdir(folder):
-            if name not in new and not is_replaced(name):
-                link_tree(os.path.join(folder, name), os.path.join(finished, name))
-        flush_folder(finished)  # what came from the old folder, which goes
+        kept = [n for n in os.listdir(folder) if n not in new and not is_replaced(n)]
+        for name in kept:
+            link_tree(os.path.join(folder, name), os.path.join(finished, name))
+        if kept:
+            flush_folder(finished)
         here = ""
         with contextlib.suppress(OSError):
             here = os.getcwd()

@@ -91,6 +91,18 @@ def test_of_repeated_elements_the_first_is_saved(tmp_path, spec):
     assert_same_bits(opened(tmp_path / "out")["kv"], value[::4, ::2])
 
 
+@pytest.mark.parametrize("expr", [None, osl.tensor("e").transpose()], ids=str)
+def test_of_tied_leaves_the_other_is_saved(tmp_path, expr):
+    """Also where training changed both."""
+    rules = [osl.rule("embed", osl.tensor("e")), osl.rule("head", expr, tied_to="embed")]
+    value = np.arange(12, dtype=np.float32).reshape(4, 3)
+    head = value if expr is None else value.T
+    mapping = osl.Mapping(rules)
+    osl.save(tmp_path / "out", {"embed": value, "head": head + 1}, mapping=mapping)
+    assert_same_bits(opened(tmp_path / "out")["e"], value)
+    assert_same_bits(osl.load(tmp_path / "out", mapping=mapping)["head"], head)
+
+
 @pytest.mark.parametrize("factor", [128**-0.5, 50.5])
 def test_arithmetic_is_undone_in_the_dtype_that_it_is_done_in(tmp_path, factor):
     """Not in that of the leaves: the constant would be rounded, and all values be shifted alike."""
