@@ -28,11 +28,13 @@ class Rule:
     expr: Expr | None
     tied_to: str | None
     optional: bool = False
+    lossy_inverse: bool = False
 
     def __repr__(self) -> str:
         tied = "" if self.tied_to is None else f", tied_to={self.tied_to!r}"
         optional = ", optional=True" if self.optional else ""
-        return f"rule({self.target!r}, {self.expr!r}{tied}{optional})"
+        lossy = ", lossy_inverse=True" if self.lossy_inverse else ""
+        return f"rule({self.target!r}, {self.expr!r}{tied}{optional}{lossy})"
 
     def patterns(self) -> list[str]:
         """Return the name patterns of its tensors."""
@@ -64,7 +66,12 @@ def described_rule(item: Rule) -> str:
 
 
 def rule(
-    target_pattern: str, expr: Expr | None, *, tied_to: str | None = None, optional: bool = False
+    target_pattern: str,
+    expr: Expr | None,
+    *,
+    tied_to: str | None = None,
+    optional: bool = False,
+    lossy_inverse: bool = False,
 ) -> Rule:
     """Return a rule that makes the leaves of one name pattern.
 
@@ -72,13 +79,15 @@ def rule(
         target_pattern: Dotted names of leaves. `{i}` matches one component, or for a part of
             one, and for the same text in the names of `expr`.
         expr: The expression of each. None, for a tied leaf: that of the other leaf.
-        tied_to: The leaf that holds the same values. It is the one that is saved, unless `expr`
-            takes a tensor that the other leaf does not.
+        tied_to: The leaf that holds the same values. Saving writes them once, and refuses leaves
+            that differ, unless `expr` takes a tensor that the other leaf does not.
         optional: Whether a checkpoint may have none of the tensors of `expr`, and the model no such
             leaf. Otherwise that is an error.
+        lossy_inverse: Whether saving writes the leaf of `tied_to`, whatever a tied leaf holds.
 
     Raises:
         MappingError: A wildcard of `expr` is in neither the target nor a `stack`, or in both.
+            `lossy_inverse` is set, and `tied_to` is not.
 
     Examples:
         >>> from orbax_safetensors_layout.mapping import tensor
@@ -86,10 +95,15 @@ def rule(
         rule('layers.{i}.up.kernel', tensor('model.layers.{i}.up.weight').transpose())
     """
     expr = None if expr is None else as_expr(expr, "rule")
-    result = Rule(target_pattern, expr, tied_to, optional)
+    result = Rule(target_pattern, expr, tied_to, optional, lossy_inverse)
     captured = set(wildcards(target_pattern))
     if expr is None and tied_to is None:
         raise MappingError(f"{result!r} has neither an expression nor a leaf to be tied to")
+    if lossy_inverse and tied_to is None:
+        raise MappingError(
+            f"{result!r} is not tied to a leaf",
+            hint="Only a tied leaf has lossy_inverse; operations of an expression have their own.",
+        )
     stacked = frozenset[str]() if expr is None else expr.stacked_over()
     both = sorted(captured & stacked)
     if both:

@@ -309,7 +309,7 @@ class InverseMapping:
         return f"{self.mapping!r}.inverse()"
 
     def bind(self, leaves: Shapes, checkpoint: Checkpoint | None = None) -> BoundMapping:
-        """Return each tensor as an expression over leaves; tied leaves are left out.
+        """Return each tensor as an expression over leaves; tied leaves are compared with others.
 
         A tensor's dtype is the result of the inverse operations on its leaves: that of the leaf
         where the mapping has no cast. `checkpoint` gives the tensors' names and shapes; None takes
@@ -320,9 +320,8 @@ class InverseMapping:
         if checkpoint is None:
             checkpoint = self._inferred(own, shapes)
         forward = self.mapping.bind(checkpoint, shapes)
-        saved = {n: expr for n, expr in forward.expressions.items() if n not in forward.ties}
         try:
-            inverted = invert(saved, own)
+            inverted = invert(forward.expressions, own, forward.ties)
         except MappingError as error:
             raise mapping_error("The mapping cannot save", problems_of(error), {}) from error
         notes: dict[str, object] = {

@@ -342,6 +342,37 @@ def test_integers_that_do_not_fit_are_refused_by_leaf():
     )
 
 
+def test_copies_that_differ_are_refused():
+    kv = tensor("kv.{i}")
+    rules = [rule("kv.{i}", kv.repeat(0, 3)), rule("tied.{i}", kv.transpose(), tied_to="kv.{i}")]
+    dropped = [
+        rule("kv.{i}", kv.repeat(0, 3, lossy_inverse=True)),
+        rule("tied.{i}", kv.transpose(), tied_to="kv.{i}", lossy_inverse=True),
+    ]
+    kv = {f"{i}": jnp.arange(8, dtype=jnp.bfloat16).reshape(2, 4) + i for i in range(2)}
+    leaves = {
+        "kv": {i: jnp.repeat(value, 3, 0) for i, value in kv.items()},
+        "tied": {i: value.T for i, value in kv.items()},
+    }
+    tensors = Mapping(rules).unapply(leaves)
+    for i, value in kv.items():
+        assert_same_bits(np.asarray(tensors[f"kv.{i}"]), np.asarray(value))
+    with pytest.raises(MappingError, match=r"outside of jax.jit.*lossy_inverse=True"):
+        jax.jit(Mapping(rules).unapply)(leaves)
+    for name, at, problem in (
+        ("kv", (4, 1), "copies that repeat"),
+        ("kv", (0, 0), "copies that repeat|'tied.1' differs from 'kv.1'"),
+        ("tied", (3, 1), "'tied.1' differs from 'kv.1'"),
+    ):
+        changed = leaves[name]["1"].at[at].add(1)
+        trained = {**leaves, name: {**leaves[name], "1": changed}}
+        with pytest.raises(MappingError, match=rf"({problem}).*tensor: 'kv.1'.*lossy_inverse=True"):
+            Mapping(rules).unapply(trained)
+        for unapply in (Mapping(dropped).unapply, jax.jit(Mapping(dropped).unapply)):
+            expected = trained["kv"]["1"][::3]
+            assert_same_bits(np.asarray(unapply(trained)["kv.1"]), np.asarray(expected))
+
+
 def test_subnormal_numbers_are_cast_but_not_multiplied():
     tiny = {"w": jnp.asarray(np.array([1e-39, 1.0, 0.0], np.float32))}
     cast_only = Mapping([rule("w", tensor("w").cast("bfloat16"))])

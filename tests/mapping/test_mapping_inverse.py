@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import ml_dtypes
@@ -319,14 +320,19 @@ def test_what_never_inverts_is_refused_before_there_are_shapes():
     ] * 3
 
 
-def test_tied_leaves_are_skipped():
+def test_of_tied_leaves_one_is_saved():
     rules = [
         rule("embed", tensor("e")),
         rule("head", tensor("e").transpose(), tied_to="embed"),
     ]
     tensors = random_tensors(e=(6, 4))
     back = check_both_ways(rules, tensors)
-    assert back.expressions["e"].sources() == ("embed",)
+    assert back.expressions["e"].sources() == ("embed", "head")
+    leaves = {"embed": tensors["e"], "head": tensors["e"].T + 1}
+    with pytest.raises(MappingError, match="leaf 'head' differs from 'embed', to which it is tied"):
+        evaluate(back.expressions["e"], leaves)
+    dropped = Mapping([rules[0], dataclasses.replace(rules[1], lossy_inverse=True)]).inverse()
+    assert dropped.bind(specs_of(leaves)).expressions["e"].sources() == ("embed",)
     alone = Mapping(rules).inverse().bind({"head": ((4, 6), F32)})
     assert alone.expressions["e"].sources() == ("head",)
 

@@ -91,7 +91,7 @@ def test_bound_leaves(leaves):
         evaluate(bound.expressions["blocks.3.up"], tensors),
         tensors["model.layers.3.up.weight"],
     )
-    assert bound.ties == {"head": "embed"}
+    assert bound.ties == {"head": ("embed", True)}
     assert bound.expressions["head"] is not bound.expressions["embed"]
 
 
@@ -104,7 +104,7 @@ def test_leaves_come_in_the_order_of_numbers():
 def test_a_tie_without_an_expression_is_the_other_leaf():
     rules = [rule("head.{x}", None, tied_to="embed.{x}"), rule("embed.{x}", tensor("e.{x}"))]
     bound = Mapping(rules).bind({"e.a": ((2, 3), F32), "e.b": ((4,), F32)})
-    assert bound.ties == {"head.a": "embed.a", "head.b": "embed.b"}
+    assert bound.ties == {"head.a": ("embed.a", True), "head.b": ("embed.b", True)}
     assert bound.expressions["head.a"] is bound.expressions["embed.a"]
     assert bound.specs()["head.b"].shape == (4,)
     alone = Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.a": None})

@@ -10,7 +10,7 @@ from checkpoints import assert_same_bits, save
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mapped_llama import BF16, SPECS, abstract_llama, path, saved_mapping as mapping, tensors
-from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape
+from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape, specs_of
 from meshes import any_sharding, mesh_of
 from programs import run_processes
 from saved_files import CODES, PACKED_BITS, write_packed
@@ -21,6 +21,8 @@ from orbax_safetensors_layout.format import NARROW_INTEGERS, ONE_A_BYTE
 from orbax_safetensors_layout.runtime import ProcessGroup
 
 __all__ = ["path", "tensors"]  # fixtures
+
+_LEAST = 100  # above what a pad and a fill make
 
 
 @pytest.mark.parametrize("split", SPECS)
@@ -64,43 +66,121 @@ def test_any_invertible_expression(tmp_path_factory, data):
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_other_values_than_were_loaded(tmp_path_factory, data):
-    """After training, elements that a pad or a repeat made are no longer what they were."""
+    """After training, what a pad made is left out, and copies that a repeat made are refused."""
     case = data.draw(cases([operation for operation in ALL_OPS if operation is not reshape]))
     mapping = osl.Mapping([osl.rule("leaf", case.expr)], strict=False)
-    shape = np.asarray(case.array).shape
-    value = np.random.default_rng(data.draw(st.integers(0, 9))).random(shape, np.float32)
+    numbers = _numbered(case.tensors)
+    places = evaluate(mapping.bind(specs_of(numbers)).expressions["leaf"], numbers).astype(int)
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    value = rng.random(places.shape, np.float32)
+    if data.draw(st.booleans()):  # each copy the same
+        chosen = rng.random(max(places.max(), _LEAST) + 1, np.float32)
+        value = np.where(places >= _LEAST, chosen[places], value)
+    elements: dict[int, set[float]] = {}
+    for place, element in zip(places.flat, value.flat, strict=True):
+        elements.setdefault(place, set()).add(float(element))
     try:
-        expressions = mapping.inverse().bind({"leaf": (shape, value.dtype)}).expressions
+        names = mapping.inverse().bind({"leaf": (value.shape, value.dtype)}).expressions
     except osl.MappingError:
         return  # a part of a tensor only, or shapes that the leaf does not tell
     folder = tmp_path_factory.mktemp("trained") / "out"
-    osl.save(folder, {"leaf": jax.device_put(value, any_sharding(data, shape))}, mapping=mapping)
+    tree = {"leaf": jax.device_put(value, any_sharding(data, value.shape))}
+    if any(len(of_place) > 1 for place, of_place in elements.items() if place >= _LEAST):
+        with pytest.raises(osl.MappingError, match=r"copies that repeat.*expected: the same bits"):
+            osl.save(folder, tree, mapping=mapping)
+        assert not folder.exists()
+        return
+    osl.save(folder, tree, mapping=mapping)
     stored = opened(folder)
-    for name, expression in expressions.items():
-        assert_same_bits(stored[name], evaluate(expression, {"leaf": value}))
+    for name in names:
+        known = numbers[name][tuple(map(slice, stored[name].shape))]
+        expected = [elements[int(place)] for place in known.flat]
+        assert [{float(element)} for element in stored[name].flat] == expected
+
+
+def _numbered(tensors):
+    """Tensors of which each element has its own number, from `_LEAST` on."""
+    starts = np.cumsum([_LEAST, *(value.size for value in tensors.values())])
+    return {
+        name: np.arange(start, start + value.size).astype(np.float32).reshape(value.shape)
+        for (name, value), start in zip(tensors.items(), starts, strict=False)
+    }
 
 
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
-def test_of_repeated_elements_the_first_is_saved(tmp_path, spec):
+def test_copies_that_repeat_makes_are_saved_if_they_are_equal(tmp_path, spec):
     """Copies of key and value heads drift apart; a shard may hold none of the first ones."""
-    mesh = mesh_of(x=8)
+    sharding = NamedSharding(mesh_of(x=8), spec)
     value = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
-    leaf = jax.device_put(value, NamedSharding(mesh, spec))
-    rules = [osl.rule("kv", osl.tensor("kv").repeat(0, 4).repeat(1, 2))]
-    osl.save(tmp_path / "out", {"kv": leaf}, mapping=osl.Mapping(rules))
+    kv = osl.tensor("kv")
+    mapping = osl.Mapping([osl.rule("kv", kv.repeat(0, 4).repeat(1, 2))])
+    with pytest.raises(osl.MappingError, match=r"'kv'.*the same bits.*lossy_inverse=True"):
+        osl.save(tmp_path / "out", {"kv": jax.device_put(value, sharding)}, mapping=mapping)
+    assert not (tmp_path / "out").exists()
+    equal = jax.device_put(value[::4, ::2].repeat(4, 0).repeat(2, 1), sharding)
+    osl.save(tmp_path / "out", {"kv": equal}, mapping=mapping)
     assert_same_bits(opened(tmp_path / "out")["kv"], value[::4, ::2])
+    for at in ((7, 14), (6, 15), (3, 1)):  # one other element, of each repeat and of both
+        other = np.array(equal)
+        other[at] += 1
+        with pytest.raises(osl.MappingError, match="the same bits"):
+            osl.save(tmp_path / "other", {"kv": jax.device_put(other, sharding)}, mapping=mapping)
+    drops = kv.repeat(0, 4, lossy_inverse=True).repeat(1, 2, lossy_inverse=True)
+    leaf, mapping = jax.device_put(value, sharding), osl.Mapping([osl.rule("kv", drops)])
+    osl.save(tmp_path / "first", {"kv": leaf}, mapping=mapping)
+    assert_same_bits(opened(tmp_path / "first")["kv"], value[::4, ::2])
+
+
+def test_copies_within_a_tensor_of_several_leaves(tmp_path):
+    """Key heads are repeated, query heads beside them are not."""
+    qkv = osl.tensor("qkv")
+    rules = [
+        osl.rule("q", qkv.slice(0, 0, 4)),
+        osl.rule("k", qkv.slice(0, 4, 6).repeat(0, 2)),
+        osl.rule("v", qkv.slice(0, 6, 7).repeat(0, 4).transpose()),
+    ]
+    stored = np.arange(7 * 3, dtype=np.float32).reshape(7, 3)
+    save(tmp_path / "in", {"qkv": stored})
+    tree = osl.load(tmp_path / "in", mapping=osl.Mapping(rules))
+    mapping = osl.Mapping(rules).like(tmp_path / "in")
+    osl.save(tmp_path / "out", tree, mapping=mapping)
+    assert_same_bits(opened(tmp_path / "out")["qkv"], stored)
+    for leaf, at in (("k", (3, 0)), ("v", (2, 3))):
+        trained = {**tree, leaf: np.array(tree[leaf])}
+        trained[leaf][at] += 1
+        with pytest.raises(osl.MappingError, match=r"copies that repeat.*expected: the same bits"):
+            osl.save(tmp_path / leaf, trained, mapping=mapping)
 
 
 @pytest.mark.parametrize("expr", [None, osl.tensor("e").transpose()], ids=str)
-def test_of_tied_leaves_the_other_is_saved(tmp_path, expr):
-    """Also where training changed both."""
-    rules = [osl.rule("embed", osl.tensor("e")), osl.rule("head", expr, tied_to="embed")]
-    value = np.arange(12, dtype=np.float32).reshape(4, 3)
-    head = value if expr is None else value.T
-    mapping = osl.Mapping(rules)
-    osl.save(tmp_path / "out", {"embed": value, "head": head + 1}, mapping=mapping)
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+def test_tied_leaves_are_saved_if_they_are_equal(tmp_path, expr, spec):
+    """Training changes both, if they are leaves of their own."""
+    embed, name = osl.rule("embed", osl.tensor("e")), "head"
+    value = np.arange(64, dtype=np.float32).reshape(8, 8)
+    tied = value if expr is None else value.T
+    mapping = osl.Mapping([embed, osl.rule(name, expr, tied_to="embed")])
+    mesh = mesh_of(x=8)
+
+    def tree(head):
+        return {
+            "embed": jax.device_put(value, NamedSharding(mesh, P("x"))),
+            name: jax.device_put(head, NamedSharding(mesh, spec)),
+        }
+
+    osl.save(tmp_path / "out", tree(tied), mapping=mapping)
     assert_same_bits(opened(tmp_path / "out")["e"], value)
-    assert_same_bits(osl.load(tmp_path / "out", mapping=mapping)["head"], head)
+    other = np.array(tied)
+    other[5, 6] += 1
+    with pytest.raises(osl.MappingError, match=r"leaf 'head' differs from 'embed'.*the same bits"):
+        osl.save(tmp_path / "other", tree(other), mapping=mapping)
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(osl.MappingError, match="tied: it is bfloat16, not float32"):
+        osl.save(tmp_path / "other", tree(tied.astype(BF16)), mapping=mapping)
+    drops = osl.Mapping([embed, osl.rule(name, expr, tied_to="embed", lossy_inverse=True)])
+    osl.save(tmp_path / "first", tree(other), mapping=drops)
+    assert_same_bits(opened(tmp_path / "first")["e"], value)
+    assert_same_bits(osl.load(tmp_path / "first", mapping=mapping)[name], tied)
 
 
 @pytest.mark.parametrize("factor", [128**-0.5, 50.5])
@@ -370,6 +450,18 @@ def test_two_processes_write_the_bytes_of_one(tmp_path, path, split):
         for name in ("one", "two")
     )
     assert first == second
+
+
+def test_two_processes_compare_copies_that_neither_holds_both_of(tmp_path):
+    outcomes = run_processes("save_mapped_copies.py", processes=2, devices=2, target=str(tmp_path))
+    assert [texts[0] for texts in outcomes] == ["saved"] * 2
+    for number, problem in ((1, "leaf 'head' differs from 'embed'"), (2, "copies that repeat")):
+        assert any(problem in texts[number] for texts in outcomes)
+        assert all(texts[number] != "saved" for texts in outcomes)
+        assert not (tmp_path / f"{number}").exists()
+    stored = opened(tmp_path / "0")
+    assert_same_bits(stored["e"], np.arange(32, dtype=np.float32).reshape(8, 4))
+    assert_same_bits(stored["kv"], np.arange(6, dtype=np.float32).reshape(2, 3))
 
 
 @pytest.mark.parametrize("dtype", sorted(NARROW_INTEGERS & ONE_A_BYTE.keys()))

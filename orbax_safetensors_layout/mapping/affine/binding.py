@@ -89,16 +89,23 @@ class LeafExpr:
         return [names[number] for number in self.model.takes]
 
 
+class Tie(NamedTuple):
+    """The tie of a leaf to another, whose values it holds."""
+
+    other: str  # a leaf
+    is_compared: bool  # whether saving refuses other values
+
+
 @dataclasses.dataclass(frozen=True)
 class BoundMapping:
     """Loading: leaves as expressions over tensors. Saving: tensors as expressions over leaves.
 
-    `ties` are leaves that hold the values of another leaf, and that leaf. Where their expressions
-    are equal they are the same object. Saving has none: such leaves are left out.
+    `ties` are leaves that hold the values of another leaf. Where their expressions are equal they
+    are the same object. Saving has none: such leaves are only compared.
     """
 
     leaves: Mapping[str, LeafExpr]
-    ties: dict[str, str]
+    ties: dict[str, Tie]
     notes: dict[str, object]  # what each expression was written as, for `explain`
 
     @functools.cached_property
@@ -114,7 +121,7 @@ class BoundMapping:
         rows = [_HEAD]
         remarks = []
         for name, bound in self.expressions.items():
-            tied = f" (tied to {self.ties[name]!r})" if name in self.ties else ""
+            tied = f" (tied to {self.ties[name].other!r})" if name in self.ties else ""
             sources = bound.sources()
             taken = ", ".join(sources) or "nothing"
             if len(sources) > 2:
@@ -216,10 +223,10 @@ class Binder:
 
     def _tie(
         self, targets: Sequence[RuleTarget], bound: dict[str, LeafExpr], notes: dict[str, object]
-    ) -> dict[str, str]:
+    ) -> dict[str, Tie]:
         """Return the ties; tied leaves without an expression, or with an equal one, share it."""
         leaves = {target.leaf for target in targets}
-        ties: dict[str, str] = {}
+        ties: dict[str, Tie] = {}
         for leaf, rule, captures, _ in targets:
             if rule.tied_to is None:
                 continue
@@ -227,7 +234,7 @@ class Binder:
             expr, first = bound.get(leaf), bound.get(other)
             more = set(expr.sources()) - set(first.sources()) if expr and first else ()
             if other in leaves and not more:
-                ties[leaf] = other
+                ties[leaf] = Tie(other, is_compared=not rule.lossy_inverse)
             if expr is not None and first is not None and expr.bound == first.bound:
                 bound[leaf] = first  # the same object: loading compares identities
             if rule.expr is None and first is not None:

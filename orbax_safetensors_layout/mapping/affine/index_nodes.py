@@ -241,6 +241,7 @@ class Broadcast(Unary):
     """The same operand for each index of a new axis."""
 
     axis: int
+    is_compared: bool = True  # whether saving refuses other values than those of the first index
 
     def pull(self, window: Window, ops: tuple[ValueOp, ...], sink: Sink) -> None:
         self.operand.pull(window.drop(self.axis), ops, sink)

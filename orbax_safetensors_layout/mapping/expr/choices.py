@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.geometry import Box
 
 from ..affine.bound import BoundExpr
-from ..affine.index_nodes import Decoded
+from ..affine.index_nodes import Decoded, reshaped
 from ..names import Captures, TensorSpecs, substitute
 from ..problems import gather
 from . import ops
@@ -67,60 +68,80 @@ class Same(_Choice):
         if not _has_all(specs, self.other, captures):
             return first
         other = self.other.bind_to(captures, specs)
+        problem = CopyProblem(f"{self.other!r} is not a copy of {self.first!r}", self.hint)
         if (first.shape, first.dtype) != (other.shape, other.dtype):
-            raise copies_differ(self, expected=given(first), found=given(other))
-        return Decoded(first.shape, first.dtype, (first, other), Compared(len(first.shape), self))
+            raise problem.error(given(first), given(other))
+        return compared(first, [(reshaped(other, (*other.shape, 1)), problem)])
+
+
+class CopyProblem(NamedTuple):
+    """The error where something is not the copy that it must be."""
+
+    text: str
+    hint: str
+
+    def error(self, expected: str, found: str, tensor: str | None = None) -> MappingError:
+        return MappingError(
+            self.text, tensor=tensor, expected=expected, found=found, hint=self.hint
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compared:
-    """A `Decoder` that returns the first of its inputs if the second has the same bits."""
+    """A `Decoder` that returns the first of its inputs if all others have the same bits.
+
+    Each of the others has a last axis more, of copies of the first.
+    """
 
     free: int
-    rule: Same
+    counts: tuple[int, ...]  # of copies in each of the others
+    problems: tuple[CopyProblem, ...]  # of each of the others
 
     def widen(self, box: Box) -> Box:
         return box
 
     def needs(self, box: Box) -> tuple[Box, ...]:
-        return (box, box)
+        several = (Box((*box.start, 0), (*box.stop, count)) for count in self.counts)
+        return (box, *several)
 
     def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        first, other = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in inputs)
-        for start in range(0, first.size, _CHUNK_BYTES):
-            chunk = slice(start, start + _CHUNK_BYTES)
-            if not np.array_equal(first[chunk], other[chunk]):
-                raise copies_differ(
-                    self.rule, expected="the same bits", found=f"others within {box}"
-                )
+        first, *others = map(_bits, inputs)
+        for other, count, problem in zip(others, self.counts, self.problems, strict=True):
+            step = max(1, _CHUNK_BYTES // (count * first.strides[0]))
+            copies = other.reshape(len(first), count, first.shape[1])
+            for start in range(0, len(first), step):
+                chunk = slice(start, start + step)
+                if (copies[chunk] != first[chunk, None]).any():
+                    raise problem.error("the same bits", f"others within {box}")
         return inputs[0]
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    """Return the bits of each value, as integers in a row."""
+    unit = min(values.itemsize, 8)
+    row = values.itemsize // unit
+    return np.ascontiguousarray(values).reshape(-1).view(f"u{unit}").reshape(-1, row)
+
+
+def compared(first: BoundExpr, copies: Sequence[tuple[BoundExpr, CopyProblem]]) -> BoundExpr:
+    """Return an expression that is refused where others, along a last axis, have other bits."""
+    operands, problems = zip(*copies, strict=True)
+    counts = tuple(operand.shape[-1] for operand in operands)
+    decoder = Compared(len(first.shape), counts, problems)
+    return Decoded(first.shape, first.dtype, (first, *operands), decoder)
 
 
 def check_left_out(leaf: str, bound: BoundExpr) -> None:
     """Refuses to leave out a leaf whose load compares tensors."""
     for node in bound.nodes():
         if isinstance(node, Decoded) and isinstance(node.decoder, Compared):
-            same = node.decoder.rule
+            problem = node.decoder.problems[0]
             raise MappingError(
-                f"leaf {leaf!r} is left out, but its load has to show whether {same.other!r} is a"
-                f" copy of {same.first!r}",
+                f"leaf {leaf!r} is left out, but its load has to show whether {problem.text}",
                 expected="an abstract leaf",
                 found="...",
-                hint=f"Ask for the leaf. {same.hint}",
+                hint=f"Ask for the leaf. {problem.hint}",
             )
-
-
-def copies_differ(
-    same: Same, *, expected: str, found: str, tensor: str | None = None
-) -> MappingError:
-    """Return the error for tensors that must be copies and are not."""
-    return MappingError(
-        f"{same.other!r} is not a copy of {same.first!r}",
-        tensor=tensor,
-        expected=expected,
-        found=found,
-        hint=same.hint,
-    )
 
 
 def _has_all(specs: TensorSpecs, expr: Expr, captures: Captures) -> bool:

@@ -78,12 +78,16 @@ class Expr(abc.ABC):
             raise MappingError(f"pad: {before} and {after} must not be negative")
         return Apply(self, ops.Pad(axis, before, after, value))
 
-    def repeat(self, axis: int, n: int) -> Expr:
-        """Each index of an axis `n` times, as `numpy.repeat`; saving takes the first of each."""
+    def repeat(self, axis: int, n: int, *, lossy_inverse: bool = False) -> Expr:
+        """Each index of an axis `n` times, as `numpy.repeat`.
+
+        Saving refuses a leaf in which the `n` differ, as training makes them; `lossy_inverse`
+        accepts that the first of each is saved.
+        """
         axis, n = integers((axis, n), "repeat")
         if n < 1:
             raise MappingError(f"repeat: the count must be at least 1, not {n}")
-        return Apply(self, ops.Repeat(axis, n))
+        return Apply(self, ops.Repeat(axis, n, lossy_inverse))
 
     def cast(self, dtype: Any, *, lossy_inverse: bool = False) -> Expr:
         """Another dtype, by numpy's rounding; an integer dtype must hold every value.

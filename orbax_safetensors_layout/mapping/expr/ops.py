@@ -224,15 +224,18 @@ class Repeat:
 
     axis: int
     count: int
+    lossy_inverse: bool = False  # whether saving drops the others than the first
 
     def __str__(self) -> str:
-        return f"repeat({self.axis}, {self.count})"
+        lossy = ", lossy_inverse=True" if self.lossy_inverse else ""
+        return f"repeat({self.axis}, {self.count}{lossy})"
 
     def bind(self, operand: BoundExpr) -> BoundExpr:
         axis = axis_of(self, self.axis, len(operand.shape))
         shape, n = operand.shape, operand.shape[axis]
-        many = Broadcast(put(shape, axis, n, self.count), operand.dtype, operand, axis + 1)
-        return reshaped(many, put(shape, axis, n * self.count))
+        many = put(shape, axis, n, self.count)
+        repeated = Broadcast(many, operand.dtype, operand, axis + 1, not self.lossy_inverse)
+        return reshaped(repeated, put(shape, axis, n * self.count))
 
     def operand_extents(self, result: Extents) -> Extents:
         axis = axis_of(self, self.axis, len(result))

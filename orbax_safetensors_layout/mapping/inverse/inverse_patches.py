@@ -221,6 +221,11 @@ def overlap(patches: Sequence[Patch]) -> MappingError:
     )
 
 
+def held_elements(patches: Sequence[Patch]) -> int:
+    """Return how many elements patches have."""
+    return sum(math.prod(patch.values.shape) for patch in patches)
+
+
 def leaves_of(patches: Sequence[Patch]) -> str:
     """Name the leaves of patches, for errors."""
     names = [*dict.fromkeys(repr(n) for patch in patches for n in patch.values.sources())]

@@ -1,7 +1,8 @@
 """Inverts bound expressions: each tensor of a checkpoint as an expression over the model's leaves.
 
 `_trace` walks each leaf's expression down to the patches of tensors that the leaf holds; `assemble`
-joins those of one tensor.
+joins those of one tensor. Where leaves hold elements more than once, as `repeat` and ties make
+them, `assemble` joins the copies as well, and the tensor compares both when it is read.
 
 Saving must restore what was loaded. That is checked before a byte is written, for the dtype of the
 files and not for the values of one model: a mapping that saves one checkpoint saves all of them.
@@ -9,10 +10,12 @@ files and not for the values of one model: a mapping that saves one checkpoint s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -21,6 +24,7 @@ import numpy as np
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import NARROW_INTEGERS
 
+from ..affine.binding import Tie
 from ..affine.bound import BoundExpr, Constant, Valued, WholeTensor
 from ..affine.index_nodes import (
     Broadcast,
@@ -37,14 +41,16 @@ from ..affine.index_nodes import (
     sliced,
 )
 from ..casting import is_whole, whole_range
-from ..expr.choices import Compared
+from ..expr.choices import Compared, compared
 from ..expr.values import Cast, ValueOp, undone
 from ..names import Shapes, TensorSpecs
 from ..problems import Problem, Problems, within
+from .copies import REPEATED, Copies, copied_along, copy_factors, first_copies, tie_problem
 from .inverse_patches import (
     Factor,
     Patch,
     assemble,
+    held_elements,
     joined,
     leaves_of,
     overlap,
@@ -53,32 +59,63 @@ from .inverse_patches import (
     whole_tensor,
 )
 
-_OnAxis: TypeAlias = Stacked | Broadcast | Concatenated | Sliced | Taken
+_OnAxis: TypeAlias = Stacked | Concatenated | Sliced | Taken
 
 
-def invert(expressions: Mapping[str, BoundExpr], leaves: Shapes) -> dict[str, BoundExpr]:
-    """Return each tensor as an expression over leaves, of those of each saved leaf over tensors."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Holders:
+    """The leaves that hold elements of a tensor."""
+
+    tensor: WholeTensor
+    patches: dict[str, list[Patch]] = dataclasses.field(default_factory=dict)  # by saved leaf
+    copies: list[Copies] = dataclasses.field(default_factory=list)
+
+    def add(self, leaf: str, saved: str, patches: list[Patch]) -> None:
+        """Adds the patches of a leaf, which is tied to the saved one if it is not that."""
+        size = math.prod(self.tensor.shape)
+        if leaf != saved:
+            self.copies.append(Copies(saved, patches, tie_problem(leaf, saved)))
+            return
+        self.patches[leaf] = first_copies(patches, size)
+        if any(copy_factors(patch, size) for patch in patches):
+            self.copies.append(Copies(saved, patches, REPEATED))
+
+
+def invert(
+    expressions: Mapping[str, BoundExpr],
+    leaves: Shapes,
+    ties: Mapping[str, Tie] = MappingProxyType({}),
+) -> dict[str, BoundExpr]:
+    """Return each tensor as an expression over leaves, of those of each leaf over tensors."""
     specs = TensorSpecs.of(leaves)
-    patches: dict[str, list[Patch]] = {}
-    tensors: dict[str, WholeTensor] = {}
+    tensors: dict[str, _Holders] = {}
     problems: list[Problem] = []
     refused: set[str] = set()
     for leaf, expression in expressions.items():
-        tensors.update((n.name, n) for n in expression.nodes() if isinstance(n, WholeTensor))
-        if 0 in specs[leaf].shape:
-            continue
+        for node in expression.nodes():
+            if isinstance(node, WholeTensor):
+                tensors.setdefault(node.name, _Holders(node))
+        traced: dict[str, list[Patch]] = {}
+        saved, act = leaf, "saved"
         try:
-            for tensor, patch in _trace(expression, Patch.whole(whole_tensor(leaf, specs))):
-                patches.setdefault(tensor.name, []).append(patch)
+            saved = _saved_leaf(leaf, ties)
+            if saved != leaf:
+                act = f"compared with {saved!r}, to which it is tied (or not: lossy_inverse=True)"
+            if 0 not in specs[leaf].shape and _is_traced(leaf, saved, expressions, ties):
+                for tensor, patch in _trace(expression, Patch.whole(whole_tensor(leaf, specs))):
+                    traced.setdefault(tensor.name, []).append(patch)
         except MappingError as error:
             refused.update(expression.sources())
-            problems += within(error, f"leaf {leaf!r} cannot be saved").problems
+            problems += within(error, f"leaf {leaf!r} cannot be {act}").problems
+            continue
+        for name, patches in traced.items():
+            tensors[name].add(leaf, saved, patches)
     inverted: dict[str, BoundExpr] = {}
-    for name, tensor in tensors.items():
+    for name, holders in tensors.items():
         if name in refused:
             continue
         try:
-            inverted[name] = _inverse(tensor, patches.get(name, []))
+            inverted[name] = _inverse(holders)
         except MappingError as error:
             problems += within(error, f"tensor {name!r} cannot be saved").problems
     if problems:
@@ -86,34 +123,71 @@ def invert(expressions: Mapping[str, BoundExpr], leaves: Shapes) -> dict[str, Bo
     return inverted
 
 
-def _inverse(tensor: WholeTensor, patches: Sequence[Patch]) -> BoundExpr:
+def _saved_leaf(leaf: str, ties: Mapping[str, Tie]) -> str:
+    """Return the leaf that is saved for a leaf: itself, unless it is tied."""
+    chain = [leaf]
+    while chain[-1] in ties:
+        chain.append(ties[chain[-1]].other)
+        if chain[-1] in chain[:-1]:
+            raise MappingError(
+                f"it is tied to itself: {' to '.join(map(repr, chain))}",
+                hint="Give the leaf that is saved a rule without tied_to.",
+            )
+    return chain[-1]
+
+
+def _is_traced(
+    leaf: str, saved: str, expressions: Mapping[str, BoundExpr], ties: Mapping[str, Tie]
+) -> bool:
+    """Whether a leaf is saved, or compared: a tied one, unless its rule accepts other bits."""
+    if leaf == saved or not ties[leaf].is_compared:
+        return leaf == saved
+    values = (node for node in expressions[leaf].nodes() if isinstance(node, Valued))
+    return expressions[leaf] == expressions.get(saved) or not any(
+        node.op.lossy_inverse for node in values
+    )
+
+
+def _inverse(holders: _Holders) -> BoundExpr:
     """Return a tensor from its patches, which must be of one dtype and cover it exactly."""
+    tensor = holders.tensor
     if 0 in tensor.shape:
         return Constant(tensor.shape, tensor.dtype, tensor.dtype.type(0))
+    patches = [patch for of_leaf in holders.patches.values() for patch in of_leaf]
     dtypes = {patch.values.dtype.name for patch in patches}
     if len(dtypes) > 1:
         raise MappingError(
             f"its parts in {leaves_of(patches)} are of {' and '.join(sorted(dtypes))}"
         )
     size = math.prod(tensor.shape)
-    held = sum(math.prod(patch.values.shape) for patch in patches)
+    held = held_elements(patches)
     if held < size:
         present = f"only {held} are in {leaves_of(patches)}" if patches else "none is in any leaf"
         raise MappingError(f"of its {size} elements {present}")
     if held > size:
         raise overlap(patches)
-    return assemble(tensor.shape, patches)
+    first = assemble(tensor.shape, patches)
+    copies = [
+        (expr, of_leaf.problem)
+        for of_leaf in holders.copies
+        for expr in of_leaf.tensors(first, holders.patches)
+    ]
+    return compared(first, copies) if copies else first
 
 
 def _trace(
     node: BoundExpr, patch: Patch, ops: tuple[ValueOp, ...] = ()
 ) -> Iterator[tuple[WholeTensor, Patch]]:
-    """Yields the patches of tensors that hold a patch of an expression, which `ops` have loaded."""
+    """Yields the patches of tensors that hold a patch of an expression, which `ops` have loaded.
+
+    Those of elements that the leaf holds more than once have factors of copies before others.
+    """
     if isinstance(node, WholeTensor):
         _check_exact(node.dtype, ops, patch.values)
         yield node, patch
     elif isinstance(node, Permuted):
-        order = [n for axis in inverse_permutation(node.axes) for n in _span(node, patch, axis)]
+        order = [*range(copy_factors(patch, math.prod(node.shape)))]
+        order += [n for axis in inverse_permutation(node.axes) for n in _span(node, patch, axis)]
         factors = tuple(patch.factors[n] for n in order)
         yield from _trace(node.operand, Patch(permuted(patch.values, order), factors), ops)
     elif isinstance(node, Reshaped):
@@ -129,7 +203,13 @@ def _trace(
             yield from _trace(operand, patch, ops)
     elif isinstance(node, Decoded):
         raise MappingError("a value that is decoded or computed by a function does not invert")
-    elif isinstance(node, Stacked | Broadcast | Concatenated | Sliced | Taken):
+    elif isinstance(node, Broadcast):
+        patches, number = _single(node, patch, node.axis)
+        for part in patches:
+            once = copied_along(part, number) if node.is_compared else part.restrict(number, 0, 1)
+            if once is not None:
+                yield from _trace(node.operand, once, ops)
+    elif isinstance(node, Stacked | Concatenated | Sliced | Taken):
         patches, number = _single(node, patch, node.axis)
         for part in patches:
             for operand, patch_below in _along_axis(node, part, number):
@@ -145,8 +225,6 @@ def _along_axis(
         starts = node.starts if isinstance(node, Concatenated) else range(len(node.operands) + 1)
         for operand, ends in zip(node.operands, itertools.pairwise(starts), strict=True):
             yield operand, patch.restrict(number, *ends)
-    elif isinstance(node, Broadcast):
-        yield node.operand, patch.restrict(number, 0, 1)
     elif isinstance(node, Sliced):
         extent = node.operand.shape[node.axis]
         yield node.operand, _move(patch, number, extent, node.start, node.step)

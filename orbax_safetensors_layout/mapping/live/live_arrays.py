@@ -467,7 +467,8 @@ def _raise_failed(value_checks: Iterable[tuple[_ArrayGroup, _Program, jax.Array]
                 "a rule that depends on values cannot be computed within a function that JAX"
                 f" traces: whether {error(_leaf(group, number)).message}",
                 tensor=_leaf(group, number),
-                hint="Call apply and unapply outside of jax.jit, or use a rule without it.",
+                hint="Call apply and unapply outside of jax.jit, or use a rule without it: copies"
+                " are not compared with lossy_inverse=True.",
             )
         failed = itertools.compress(program.errors, ~np.asarray(holds))
         problems += [error(_leaf(group, number)) for number, error in failed]

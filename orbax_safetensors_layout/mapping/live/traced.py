@@ -29,7 +29,7 @@ from ..affine.index_nodes import (
     Stacked,
     Taken,
 )
-from ..expr.choices import Compared, copies_differ
+from ..expr.choices import Compared
 from ..expr.opaque_ops import OpaqueFunction
 from ..expr.quantized import E8M0, BlockScale, Int4, Mxfp4
 from ..expr.values import Cast, ValueOp
@@ -173,9 +173,10 @@ class TracedValues:
     def _decoded(self, node: Decoded) -> jax.Array:
         decoder = node.decoder
         if isinstance(decoder, Compared):
-            first, other = (self.moved(operand) for operand in node.operands)
-            differ = functools.partial(copies_differ, expected="the same bits", found="others")
-            self._check((first == other).all(), lambda leaf: differ(decoder.rule, tensor=leaf))
+            first, *others = (self.moved(operand) for operand in node.operands)
+            for other, problem in zip(others, decoder.problems, strict=True):
+                error = functools.partial(problem.error, "the same bits", "others")
+                self._check((first[..., None] == other).all(), error)
             return first
         assert isinstance(decoder, BlockScale | Mxfp4 | Int4)
         stored, scale = map(self._values_of, node.operands)
