@@ -10,10 +10,10 @@ counts as long as its slowest process. Programs of XLA are compiled anew for eac
 program that loads once. The choices take turns in every order, since what comes after "read_once"
 finds less memory that the machine still holds; after the first turns a fixed choice that took half
 as long again as the best is left out. What is compared is the lower quartile of each: a machine's
-other work, and the memory that it has to get back, only add time. Turns go on until the standard
-error of the comparison is 1.5 %, by resampling, or to `--repeat`. At the end come the number of
-cases and the worst; above 1.05 of the better fixed choice, or with fewer than 20 cases unless
-`--only` leaves some out, it exits with 1.
+other work, and the memory that it has to get back, only add time. Turns go on until the ratio and
+twice its standard error (by resampling) are within 1.05, or that error is 1.5 %, or to `--repeat`.
+At the end come the number of cases and the worst; above 1.05 of the better fixed choice, or with
+fewer than 20 cases unless `--only` leaves some out, it exits with 1.
 """
 
 from __future__ import annotations
@@ -154,8 +154,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, Times]]:
                     chosen = {
                         case: near
                         for case in chosen
-                        if _error(times[case], near := _near(times[case], options.choices))
-                        > MOST_ERROR
+                        if not _is_known(times[case], near := _near(times[case], options.choices))
                     }
                     if not chosen:
                         break
@@ -170,6 +169,19 @@ def _near(times: Times, choices: list[str]) -> list[str]:
     """Return the choices that may be the better one, and "auto"."""
     best = min(min(times[choice]) for choice in choices)
     return [c for c in choices if c == "auto" or min(times[c]) <= FAR_SLOWER * best]
+
+
+def _is_known(times: Times, choices: list[str]) -> bool:
+    """Whether more turns would not change what is said of a case."""
+    error = _error(times, choices)
+    return error <= MOST_ERROR or _ratio(times, choices) + 2 * error <= MOST
+
+
+def _ratio(times: Times, choices: list[str]) -> float:
+    """Return the time of "auto" in that of the better fixed choice; 0 where there is but one."""
+    quartiles = {choice: _lower_quartile(times[choice]) for choice in choices}
+    fixed = [seconds for choice, seconds in quartiles.items() if choice != "auto"]
+    return quartiles["auto"] / min(fixed) if "auto" in quartiles and fixed else 0
 
 
 def _error(times: Times, choices: list[str]) -> float:
@@ -216,9 +228,8 @@ def main() -> None:
             for choice in options.choices
         ]
         mark = ""
-        fixed = [seconds for choice, seconds in quartiles.items() if choice != "auto"]
-        if "auto" in quartiles and fixed:
-            ratios[name] = ratio = quartiles["auto"] / min(fixed)
+        if ratio := _ratio(of_case, options.choices):
+            ratios[name] = ratio
             mark = f"{ratio:.2f}" if ratio <= MOST else f"**{ratio:.2f}**"
         print(f"| {name} | {' | '.join(cells)} | {mark} |", flush=True)
         if options.json:

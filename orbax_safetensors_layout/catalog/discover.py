@@ -132,13 +132,14 @@ def resolve_checkpoint(
 
 def _step_folder(storage: Storage, path: str, step: int) -> str:
     folders = storage.folders(path)
-    matches = {name: _STEP.fullmatch(name) for name in folders}
-    names = [name for name, match in matches.items() if match and int(match[1]) == step]
+    steps = {name: int(match[1]) for name in folders if (match := _STEP.fullmatch(name))}
+    names = [name for name, number in steps.items() if number == step]
+    latest_first = sorted(steps, key=lambda name: steps[name], reverse=True)
     if len(names) != 1:
         raise CheckpointNotFoundError(
             f"several folders are step {step}" if names else f"there is no step {step}",
             file=path,
-            found=listed(names or folders[::-1]),
+            found=listed(names or latest_first or folders),
         )
     return join(path, names[0])
 

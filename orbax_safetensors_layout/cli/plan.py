@@ -150,7 +150,10 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
     if parsed.path is None:
         raise ValueError("name the checkpoint: plan PATH --mesh ...")
     if parsed.mapping and parsed.abstract:
-        raise ValueError("--mapping and --abstract exclude each other")
+        raise ValueError(
+            "--mapping and --abstract exclude each other: through a mapping all leaves are planned"
+            " that the checkpoint gives; leave out --abstract"
+        )
     with open_storage(parsed.path)[0] as storage:
         kind = storage.kind
     bandwidth, shared = parsed.bandwidth, parsed.shared_bandwidth

@@ -190,6 +190,8 @@ class Mapping:
     def explain(self, checkpoint: Checkpoint, abstract: Any = None) -> str:
         """Return a table: each leaf, its shape, its expression, and the tensors that it takes.
 
+        Below it stands why the mapping does not save such leaves, if it does not.
+
         `abstract` is the abstract tree, or the shapes of its leaves by name; None takes all leaves
         that the checkpoint gives.
         """
@@ -197,7 +199,12 @@ class Mapping:
             from orbax_safetensors_layout.pytree import leaf_shapes
 
             abstract = leaf_shapes(abstract)
-        return self.bind(checkpoint, abstract).explain()
+        bound = self.bind(checkpoint, abstract)
+        try:
+            self.inverse().bind(bound.specs())
+        except MappingError as error:
+            return f"{bound.explain()}\nFor loading only. {error}"
+        return bound.explain()
 
     def like(self, checkpoint: Checkpoint, *, leave_out: str | Iterable[str] = ()) -> Mapping:
         """Return the mapping that saves a checkpoint's names and shapes, and its dtypes at casts.

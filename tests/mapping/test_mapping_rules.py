@@ -462,9 +462,15 @@ def test_explain():
         RULES
     ).explain(specs_of(llama()))
     costly = Mapping([rule("inverse", opaque(np.linalg.inv, tensor("x"), shape=(2, 2), dtype=F32))])
-    assert costly.explain({"x": ((2, 2), F32)}).endswith(
-        "inverse: every shard reads all that its opaque function takes."
-    )
+    lines = costly.explain({"x": ((2, 2), F32)}).splitlines()
+    assert lines[2:4] == [
+        "inverse: every shard reads all that its opaque function takes.",
+        "For loading only. The mapping cannot save: 1 problem.",
+    ]
+    parts = Mapping([rule("xy", concat([tensor("x"), tensor("y")], 0))])
+    text = parts.explain({"x": ((2, 2), F32), "y": ((3, 2), F32)})
+    assert "For loading only." in text
+    assert "Give concat(..., sizes=[...]), or save through mapping.like(path)" in text
 
 
 def test_fingerprints_cover_all_indices():
