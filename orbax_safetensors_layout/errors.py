@@ -81,13 +81,17 @@ class SafetensorsLayoutError(Exception):
         """Return one error for at least one problem, with the fields of the first.
 
         It has the class that all have, else this one; its text counts `what`, a noun in the plural,
-        and has a line for each, shortened by `group_lines`.
+        and has a line for each, shortened by `group_lines`. Below stands a hint that all have.
         """
         first = problems[0]
         if len(problems) == 1:
             first.hint = hint or first.hint
             return first
-        lines = group_lines((problem._pattern(), str(problem)) for problem in problems)
+        hints = {problem.hint for problem in problems}
+        shared = hints.pop() if len(hints) == 1 else None
+        texts = (p._text(with_hint=shared is None) for p in problems)
+        patterns = (problem._pattern() for problem in problems)
+        lines = group_lines(zip(patterns, texts, strict=True))
         kinds = {type(problem) for problem in problems}
         error = (kinds.pop() if len(kinds) == 1 else cls)(
             "\n  ".join([f"{len(problems):,} {what}:", *lines]),
@@ -95,7 +99,7 @@ class SafetensorsLayoutError(Exception):
             tensor=first.tensor,
             expected=first.expected,
             found=first.found,
-            hint=hint,
+            hint=" ".join(filter(None, (shared, hint))) or None,
         )
         error._is_list = True
         return error
@@ -107,9 +111,10 @@ class SafetensorsLayoutError(Exception):
     def __str__(self) -> str:  # KeyError and OSError would print a repr or an errno tuple instead
         return redact_urls(self._text())
 
-    def _text(self) -> str:
+    def _text(self, *, with_hint: bool = True) -> str:
+        hint = self.hint if with_hint else None
         if self._is_list:
-            return f"{self.message}\n{self.hint}" if self.hint else self.message
+            return f"{self.message}\n{hint}" if hint else self.message
         fields = [
             ("file", self.file),
             ("tensor", None if self.tensor is None else repr(self.tensor)),
@@ -120,7 +125,7 @@ class SafetensorsLayoutError(Exception):
         detail = ", ".join(f"{name}: {value}" for name, value in fields if value is not None)
         if detail:
             text += f" ({detail})"
-        return f"{text}. {self.hint}" if self.hint else f"{text}."
+        return f"{text}. {hint}" if hint else f"{text}."
 
 
 class FormatError(SafetensorsLayoutError, ValueError):
