@@ -80,7 +80,7 @@ def rule(
             one, and for the same text in the names of `expr`.
         expr: The expression of each. None, for a tied leaf: that of the other leaf.
         tied_to: The leaf that holds the same values. Saving writes them once, and refuses leaves
-            that differ, unless `expr` takes a tensor that the other leaf does not.
+            that differ. Where `expr` takes a tensor that the other does not, both are saved.
         optional: Whether a checkpoint may have none of the tensors of `expr`, and the model no such
             leaf. Otherwise that is an error.
         lossy_inverse: Whether saving writes the leaf of `tied_to`, whatever a tied leaf holds.

@@ -251,7 +251,8 @@ class Mapping:
                 or of abstract leaves. The result then has its structure, and the dtypes of
                 abstract leaves. None takes what JAX chooses, in nested dicts.
             donate: Give up the memory of the arrays, which cannot be used afterwards, as soon as
-                their leaves are computed. Otherwise leaves may share it.
+                their leaves are computed; none where values are refused, which are therefore looked
+                at first. Otherwise leaves may share it.
 
         Raises:
             MappingError: The mapping does not fit, or has a rule that works on files alone; the

@@ -234,26 +234,28 @@ def write_mapped(
         for leaf, held in boxes[entry.name]:
             values.release_use(leaf, held)
 
-    def scan(expr: BoundExpr) -> None:
+    def scan(name: str) -> None:
+        expr = mapped.expressions[name]
         for operand, decoder in unseen_inputs(expr.nodes()):
             most = min(_ROWS_BYTES, folder.budget.most_bytes)
             jobs = [
-                folder.pool.submit(scan_rows, operand, box, decoder)
+                folder.pool.submit(scan_rows, name, operand, box, decoder)
                 for box in row_blocks(operand.shape, operand.dtype.itemsize * 8, most)
             ]
             while not all(job.done() for job in jobs):
                 folder.pool.progress()
             decoder.complete()
 
-    def scan_rows(operand: BoundExpr, box: Box, decoder: Scanning) -> None:
+    def scan_rows(name: str, operand: BoundExpr, box: Box, decoder: Scanning) -> None:
         pieces = operand.pull_back(box, factored=True)
-        decoder.scan(box.start[0], assemble_box(pieces, box, operand.dtype, read))
+        with explained(f"while quantising {name!r}", name):
+            decoder.scan(box.start[0], assemble_box(pieces, box, operand.dtype, read))
 
     staging = Staging()
     for number, block in enumerate(blocks):
         expr = mapped.expressions[block.entry.name]
         if not number or blocks[number - 1].entry is not block.entry:
-            scan(expr)
+            scan(block.entry.name)
         pieces = expr.pull_back(block.box, factored=True)
         nbytes = block.box.size * block.entry.dtype.numpy.itemsize  # unpacked
         folder.check()

@@ -258,6 +258,41 @@ def test_donated_arrays_are_given_up_but_not_those_with_two_names():
     assert all(x.is_deleted() for x in jax.tree.leaves(tree))
 
 
+def test_nothing_is_given_up_where_values_are_refused():
+    kv = rule("kv", tensor("kv").repeat(0, 2))
+    ids = rule("ids", tensor("ids").cast("float32"))
+    mapping = Mapping([rule("up", tensor("up").transpose()), kv, ids])
+    leaves = {
+        "up": jnp.ones((2, 3)),
+        "kv": jnp.asarray([1.0, 2.0]),
+        "ids": jnp.asarray([1.5]),
+    }
+    shapes = {"up": ((3, 2), "float32"), "kv": ((1,), "float32"), "ids": ((1,), "int8")}
+    like = mapping.like({name: (shape, np.dtype(dtype)) for name, (shape, dtype) in shapes.items()})
+    with pytest.raises(osl.SafetensorsLayoutError, match="2 leaves cannot be computed"):
+        like.unapply(leaves, donate=True)
+    assert not any(array.is_deleted() for array in leaves.values())
+    held = {**leaves, "kv": jnp.ones(2), "ids": jnp.ones(1)}
+    tensors = like.unapply(held, donate=True)
+    assert all(array.is_deleted() for array in held.values())
+    assert_same_bits(np.asarray(tensors["ids"]), np.int8([1]))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float4_e2m1fn", "bfloat16", "float32"])
+def test_copies_are_compared_by_their_bits(dtype):
+    mapping = Mapping([rule("a", tensor("t").repeat(0, 2))])
+    dtype = jnp.dtype(dtype)
+
+    def leaf(*numbers):
+        return {"a": jnp.asarray(np.array(numbers, np.float32).astype(dtype))}
+
+    assert mapping.unapply(leaf(-0.0, -0.0))["t"].shape == (1,)
+    with pytest.raises(MappingError, match="copies that repeat"):
+        mapping.unapply(leaf(-0.0, 0.0))
+    if dtype.name != "float4_e2m1fn":  # which has no NaN
+        assert mapping.unapply(leaf(np.nan, np.nan))["t"].shape == (1,)
+
+
 def test_to_other_devices_and_a_single_one():
     mapping = Mapping([rule("up", tensor("weight").transpose())])
     value = np.arange(32, dtype=np.float32).reshape(4, 8)

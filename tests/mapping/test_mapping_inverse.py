@@ -320,6 +320,48 @@ def test_what_never_inverts_is_refused_before_there_are_shapes():
     ] * 3
 
 
+@pytest.mark.parametrize(
+    ("rules", "problem"),
+    [
+        ([rule("a", tensor("x").repeat(0, 2).slice(0, 0, 3))], "leaf 'a' have 3 of 2 x 2 elements"),
+        (
+            [rule("a", tensor("x")), rule("b", tensor("x").slice(0, 0, 1), tied_to="a")],
+            "leaf 'b' have 1 of 1 x 2 elements",
+        ),
+        (
+            [rule("a", tensor("x")), rule("b", tensor("x").scale(3.0), tied_to="a")],
+            r"leaf 'b' is tied to 'a' and cannot be compared with it.*: scale\(3.0\)",
+        ),
+        (
+            [
+                rule("a", tensor("x")),
+                rule("b", tensor("x").cast(BF16, lossy_inverse=True), tied_to="a"),
+            ],
+            "leaf 'b' is tied to 'a' and cannot be compared with it.*rounded, by cast",
+        ),
+        (
+            [
+                rule("a", tensor("x")),
+                rule("b", opaque(np.sort, tensor("x"), shape=(2,), dtype=F32), tied_to="a"),
+            ],
+            "leaf 'b' is tied to 'a' and cannot be compared with it.*by a function",
+        ),
+    ],
+)
+def test_copies_that_cannot_be_compared(rules, problem):
+    """They are refused, unless the rule or the operation accepts it."""
+    specs = {"x": ((2,), F32)}
+    mapping = Mapping(rules)
+    leaves = mapping.bind(specs).specs()
+    with pytest.raises(MappingError, match=problem) as caught:
+        mapping.inverse().bind(leaves, specs)
+    assert "lossy_inverse=True" in str(caught.value)
+    if len(rules) > 1:
+        accepted = Mapping([rules[0], dataclasses.replace(rules[1], lossy_inverse=True)])
+        back = accepted.inverse().bind(leaves, specs)
+        assert back.expressions["x"].sources() == ("a",)
+
+
 def test_of_tied_leaves_one_is_saved():
     rules = [
         rule("embed", tensor("e")),

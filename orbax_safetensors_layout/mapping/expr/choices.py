@@ -97,6 +97,8 @@ class Compared:
     counts: tuple[int, ...]  # of copies in each of the others
     problems: tuple[CopyProblem, ...]  # of each of the others
 
+    by_rows = True
+
     def widen(self, box: Box) -> Box:
         return box
 

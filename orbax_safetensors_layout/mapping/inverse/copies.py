@@ -15,7 +15,7 @@ from orbax_safetensors_layout.errors import MappingError
 from ..affine.bound import BoundExpr
 from ..affine.index_nodes import Broadcast, permuted
 from ..expr.choices import CopyProblem
-from .inverse_patches import Factor, Patch, assemble, held_elements
+from .inverse_patches import Factor, Patch, assemble, held_elements, leaves_of
 
 REPEATED = CopyProblem(
     "the copies that repeat(...) makes differ from one another",
@@ -62,15 +62,20 @@ class Copies(NamedTuple):
             others = [_repeated(p, count) for p in (*rest, *first_copies(others, size))]
             dtypes = {patch.values.dtype.name for patch in patches} - {first.dtype.name}
             if dtypes:
-                raise self._unlike(f"it is {dtypes.pop()}, not {first.dtype.name}")
-            held = held_elements([*patches, *others])
+                raise MappingError(
+                    f"{self.problem.text}: it is {dtypes.pop()}, not {first.dtype.name}",
+                    hint=self.problem.hint,
+                )
+            all_patches = [*patches, *others]
+            held = held_elements(all_patches)
             if held != count * size:
-                raise self._unlike(f"there are {held} elements, not {count} x {size}")
-            whole = assemble((count, *shape), [*patches, *others])
+                raise MappingError(
+                    f"{leaves_of(all_patches)} have {held} of {count} x {size} elements, so that"
+                    " not all copies can be compared",
+                    hint="Accept that: lossy_inverse=True, of repeat(...) or the tied leaf's rule.",
+                )
+            whole = assemble((count, *shape), all_patches)
             yield permuted(whole, (*range(1, len(shape) + 1), 0))
-
-    def _unlike(self, what: str) -> MappingError:
-        return MappingError(f"{self.problem.text}: {what}", hint=self.problem.hint)
 
 
 def copy_factors(patch: Patch, size: int) -> int:

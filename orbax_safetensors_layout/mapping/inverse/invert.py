@@ -96,17 +96,20 @@ def invert(
             if isinstance(node, WholeTensor):
                 tensors.setdefault(node.name, _Holders(node))
         traced: dict[str, list[Patch]] = {}
-        saved, act = leaf, "saved"
+        saved, failure = leaf, f"leaf {leaf!r} cannot be saved"
         try:
             saved = _saved_leaf(leaf, ties)
             if saved != leaf:
-                act = f"compared with {saved!r}, to which it is tied (or not: lossy_inverse=True)"
+                failure = (
+                    f"leaf {leaf!r} is tied to {saved!r} and cannot be compared with it, which"
+                    " lossy_inverse=True of its rule accepts"
+                )
             if 0 not in specs[leaf].shape and _is_traced(leaf, saved, expressions, ties):
                 for tensor, patch in _trace(expression, Patch.whole(whole_tensor(leaf, specs))):
                     traced.setdefault(tensor.name, []).append(patch)
         except MappingError as error:
             refused.update(expression.sources())
-            problems += within(error, f"leaf {leaf!r} cannot be {act}").problems
+            problems += within(error, failure).problems
             continue
         for name, patches in traced.items():
             tensors[name].add(leaf, saved, patches)
@@ -142,10 +145,11 @@ def _is_traced(
     """Whether a leaf is saved, or compared: a tied one, unless its rule accepts other bits."""
     if leaf == saved or not ties[leaf].is_compared:
         return leaf == saved
-    values = (node for node in expressions[leaf].nodes() if isinstance(node, Valued))
-    return expressions[leaf] == expressions.get(saved) or not any(
-        node.op.lossy_inverse for node in values
-    )
+    if expressions[leaf] != expressions.get(saved):
+        for node in expressions[leaf].nodes():
+            if isinstance(node, Valued) and node.op.lossy_inverse:
+                raise MappingError(f"its values are rounded, by {node.op}")
+    return True
 
 
 def _inverse(holders: _Holders) -> BoundExpr:

@@ -52,6 +52,19 @@ def to_bits(values: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(values, _BITS[dtype.itemsize]) if has_bits(dtype) else values
 
 
+def compared_bits(values: jax.Array) -> jax.Array:
+    """Return values, or `to_bits` of them, as what is equal where all their bits are.
+
+    Complex numbers have a last axis more.
+    """
+    dtype = np.dtype(values.dtype)
+    if dtype.kind == "c":
+        return to_bits(jnp.stack([values.real, values.imag], -1))
+    if dtype.name.startswith("float4"):
+        return lax.bitcast_convert_type(values, jnp.uint4)
+    return values
+
+
 def of_bits(bits: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """Return the values of `to_bits`."""
     return lax.bitcast_convert_type(bits, dtype) if has_bits(dtype) else bits

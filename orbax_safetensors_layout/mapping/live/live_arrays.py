@@ -7,6 +7,7 @@ asks that of them.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -32,7 +33,7 @@ from ..expr.values import Cast
 from ..names import TensorSpec, TensorSpecs
 from ..problems import Problem, mapping_error
 from .exact_values import to_bits
-from .traced import Raised, TracedValues, refusal, reordered_first
+from .traced import Raised, TracedValues, may_refuse, refusal, reordered_first
 
 _MAPPINGS, _PROGRAMS = 32, 1024  # whose plans, and which, are kept
 
@@ -410,31 +411,44 @@ def _all_values(
     placements: Dict[str, Placement | None],
     donate: bool,
 ) -> dict[str, Any]:
+    """Return the values of all groups; arrays are given up when none can be refused any more."""
     values: dict[str, Any] = {}
     value_checks: list[tuple[_ArrayGroup, _Program, jax.Array]] = []
-    uses: dict[int, int] = {}
-    for array in arrays.values():
-        uses[id(array)] = uses.get(id(array), 0) + 1
-    for group in groups:
+    uses = collections.Counter(id(array) for array in arrays.values())
+    given_up: list[jax.Array] = []
+    checked = {id(group) for group in groups if may_refuse(group.expressions)}
+    for group in sorted(groups, key=lambda group: id(group) not in checked):
+        may_fail = id(group) in checked
+        if not may_fail and value_checks:
+            _raise_failed(value_checks)
+            value_checks = []
         given = [arrays[name] for name in group.sources]
         places = {name: _PlacedResult(n, placements[name]) for name, n in group.results.items()}
         outputs = tuple(dict.fromkeys(places.values()))
         if any(isinstance(array, abstract_array) for array in given):
             results: list[Any] = [_abstract(group.expressions[n], place) for n, place in outputs]
         else:
-            donated = tuple(n for n, a in enumerate(given) if donate and uses[id(a)] == 1)
-            in_steps = _on_cpu(given)
+            once = tuple(n for n, a in enumerate(given) if donate and uses[id(a)] == 1)
+            in_steps, donated = _on_cpu(given), () if may_fail else once
             program = group.program(outputs, _moves(given, outputs), donated, in_steps)
             results, holds = program.run(given)
             if holds is not None:
                 value_checks.append((group, program, holds))
-            for array in (given[n] for n in donated):
-                if not isinstance(array, jax.core.Tracer) and not array.is_deleted():
-                    array.delete()
+            given_up += (given[n] for n in once)
+            if not may_fail:
+                _give_up(given_up)
         of_output = dict(zip(outputs, results, strict=True))
         values.update((name, of_output[place]) for name, place in places.items())
     _raise_failed(value_checks)
+    _give_up(given_up)
     return values
+
+
+def _give_up(arrays: list[jax.Array]) -> None:
+    while arrays:
+        array = arrays.pop()
+        if not isinstance(array, jax.core.Tracer) and not array.is_deleted():
+            array.delete()
 
 
 def _abstract(expr: BoundExpr, placement: Placement | None) -> Any:

@@ -29,6 +29,7 @@ from ..affine.index_nodes import (
     Stacked,
     Taken,
 )
+from ..casting import is_whole
 from ..expr.choices import Compared
 from ..expr.opaque_ops import OpaqueFunction
 from ..expr.quantized import E8M0, BlockScale, Int4, Mxfp4
@@ -38,6 +39,7 @@ from .exact_values import (
     arithmetic_refusal,
     cast,
     cast_refusal,
+    compared_bits,
     multiplied,
     narrowed,
     of_bits,
@@ -81,6 +83,17 @@ def refusal(node: BoundExpr) -> str | None:
         if not isinstance(decoder, Compared):
             return f"decodes values as they are stored ({type(decoder).__name__})"
     return None
+
+
+def may_refuse(expressions: Sequence[BoundExpr]) -> bool:
+    """Whether values may be refused that expressions are computed of."""
+    for node in (node for expr in expressions for node in expr.nodes()):
+        if isinstance(node, Valued):
+            if not isinstance(node.op, Cast) or is_whole(node.dtype):
+                return True
+        elif isinstance(node, Decoded):
+            return True
+    return False
 
 
 def reordered_first(
@@ -176,7 +189,8 @@ class TracedValues:
             first, *others = (self.moved(operand) for operand in node.operands)
             for other, problem in zip(others, decoder.problems, strict=True):
                 error = functools.partial(problem.error, "the same bits", "others")
-                self._check((first[..., None] == other).all(), error)
+                same = compared_bits(first[..., None]) == compared_bits(other)
+                self._check(same.all(), error)
             return first
         assert isinstance(decoder, BlockScale | Mxfp4 | Int4)
         stored, scale = map(self._values_of, node.operands)
