@@ -278,11 +278,17 @@ def _plan(
         adopt=adopts(tree.parsed),
         mmap=options.mmap,
     )
-    plans = [
+
+    def planned(step: ExchangeStep) -> ReadPlan:
         # The gaps between exchanged regions are read by other processes.
-        reader.plan(step.reads, joins_gaps=not step.stage and options.replicated != "read_once")
-        for step in steps
-    ]
+        joins_gaps = not step.stage and options.replicated != "read_once"
+        return reader.plan(step.reads, joins_gaps=joins_gaps)
+
+    plans = [planned(step) for step in steps]
+    if len(steps) > 1 and plans[0].cost().over_read == 1:
+        # A step ends when its last read does; what needs no gaps is read with the next one.
+        steps[:2] = steps[0].joined(steps[1], options.memory_budget_bytes)
+        plans[:2] = map(planned, steps[:2])
     exchanged = exchange_cost([step.stage for step in steps], shards.process_index)
     plans[0] = dataclasses.replace(plans[0], exchange=exchanged)
     return _PlannedLoad(tree, leaves, steps, plans, reader)

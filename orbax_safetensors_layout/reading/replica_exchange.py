@@ -120,7 +120,15 @@ class ExchangeStep(NamedTuple):
 
     leaves: list[ResolvedLeaf]  # the leaves of which it reads some boxes
     reads: RegionReads  # the reads of these boxes
-    stage: Stage  # the rounds that exchange them; none for what is not exchanged
+    stage: Stage  # the rounds that exchange them, but for the first leaves
+    own: int = 0  # number of these
+
+    def joined(self, step: ExchangeStep, budget: int) -> tuple[ExchangeStep, ExchangeStep]:
+        """Return an empty step, and one that reads what this and the next do; others may not."""
+        reads = RegionReads([*self.reads.regions, *step.reads.regions], budget)
+        nothing = ExchangeStep([], RegionReads([], budget), self.stage)
+        leaves = [*self.leaves, *step.leaves]
+        return nothing, ExchangeStep(leaves, reads, step.stage, len(self.leaves))
 
 
 def steps_of(
@@ -154,7 +162,7 @@ def steps_of(
         leaf for leaf in leaves if leaf.number not in exchanged or not leaf.region.local.boxes
     ]
     reads = RegionReads([leaf.region for leaf in private], budget)
-    return [ExchangeStep(private, reads, ()), *steps]
+    return [ExchangeStep(private, reads, (), len(private)), *steps]
 
 
 def _stages(
@@ -342,6 +350,7 @@ class ReplicaExchange:
         self._compiled: dict[int, Future[None]] = {}
         # The step that has begun: its leaves, rounds, and by leaf what is sent to others.
         self._step_leaves: Sequence[ResolvedLeaf] = ()
+        self._own = 0  # number of the first of them, which are not sent
         self._rounds: list[tuple[Round, SendBuffer]] = []
         self._fragments: dict[int, tuple[SendBuffer, list[Fragment]]] = {}
         self._in_flight: collections.deque[tuple[Round, tuple[jax.Array, ...]]] = (
@@ -360,7 +369,7 @@ class ReplicaExchange:
     def begin(self, step: ExchangeStep) -> None:
         """Begins a step, with the gathers of the one before, which all processes have read."""
         self.gather()
-        self._step_leaves = step.leaves
+        self._step_leaves, self._own = step.leaves, step.own
         self._rounds = [
             (r, SendBuffer(r.form)) for r in step.stage if r.form.grid.slots(self._process)
         ]
@@ -390,15 +399,14 @@ class ReplicaExchange:
         self, numbers: Sequence[int], boxes: Sequence[int], parts: Sequence[np.ndarray]
     ) -> Wait | None:
         """Takes values that this process reads in the step: to keep, or to send to others."""
-        leaves = [self._step_leaves[number] for number in numbers]
-        if not self._fragments:
-            return self._values.take(leaves, boxes, parts)
-        for leaf in leaves:
-            buffer, fragments = self._fragments[leaf.number]
-            for box, values in zip(boxes, parts, strict=True):
-                _, _, row, column, offset = fragments[box]
-                buffer.put(row, column, offset, values)
-        return None
+        for number in numbers:
+            if number >= self._own:
+                buffer, fragments = self._fragments[self._step_leaves[number].number]
+                for box, values in zip(boxes, parts, strict=True):
+                    _, _, row, column, offset = fragments[box]
+                    buffer.put(row, column, offset, values)
+        own = [self._step_leaves[number] for number in numbers if number < self._own]
+        return self._values.take(own, boxes, parts) if own else None
 
     def finish(self) -> None:
         """Waits for the gathers that have begun."""
