@@ -285,7 +285,7 @@ def _plan(
         return reader.plan(step.reads, joins_gaps=joins_gaps)
 
     plans = [planned(step) for step in steps]
-    if len(steps) > 1 and plans[0].cost().over_read == 1:
+    if len(steps) > 1 and steps[0].leaves and plans[0].cost().over_read == 1:
         # A step ends when its last read does; what needs no gaps is read with the next one.
         steps[:2] = steps[0].joined(steps[1], options.memory_budget_bytes)
         plans[:2] = map(planned, steps[:2])

@@ -124,7 +124,10 @@ class ExchangeStep(NamedTuple):
     own: int = 0  # number of these
 
     def joined(self, step: ExchangeStep, budget: int) -> tuple[ExchangeStep, ExchangeStep]:
-        """Return an empty step, and one that reads what this and the next do; others may not."""
+        """Return an empty step, and one that reads what this and the next one do.
+
+        Other processes may not join theirs, and all must have as many steps.
+        """
         reads = RegionReads([*self.reads.regions, *step.reads.regions], budget)
         nothing = ExchangeStep([], RegionReads([], budget), self.stage)
         leaves = [*self.leaves, *step.leaves]
