@@ -212,7 +212,7 @@ class PreparedSave:
             held = self.mapped.held
             taken = {n for expr in self.mapped.expressions.values() for n in expr.sources()}
             parts = [
-                self.values.box_part(leaf, box)
+                self.values.part(leaf, box)
                 for leaf, box in held.values()
                 if self.plan.leaves[leaf].tensor.name in taken
             ]

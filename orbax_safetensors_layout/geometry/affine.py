@@ -22,6 +22,15 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(reversed((*shape[1:], 1)), operator.mul))[::-1][: len(shape)]
 
 
+def _index_of(distance: int, strides: Sequence[int]) -> list[int]:
+    """Return how far along each axis of a row-major array so many elements lead, or back."""
+    index, rest = [], abs(distance)
+    for stride in strides:
+        steps, rest = divmod(rest, stride)
+        index.append(steps if distance >= 0 else -steps)
+    return index
+
+
 class AffineView(NamedTuple):
     """Index `i` of an array as element `offset + sum(i * stride)` of a flat sequence."""
 
@@ -55,6 +64,44 @@ class AffineView(NamedTuple):
             start.append(index)
             stop.append(index + length)
         return None if lengths or offset else Box(tuple(start), tuple(stop))
+
+    def region_in(self, shape: Sequence[int]) -> Box:
+        """Return the region of a tensor that a view, which is not empty, has elements of.
+
+        Axes that one dimension of the view goes through count as one, of which it is whole rows.
+        """
+        merged = [(n, 1, 1) for n in shape]  # extents, elements of a row, and how many axes
+        while True:
+            strides = row_major_strides([n for n, _, _ in merged])
+            low = _index_of(self.offset, strides)
+            high = [*low]
+            for n, stride in zip(self.shape, self.strides, strict=True):
+                for axis, step in enumerate(_index_of(stride, strides)):
+                    low[axis] += min(0, (n - 1) * step)
+                    high[axis] += max(0, (n - 1) * step)
+            spans = zip(low, high, merged, strict=True)
+            beyond = [axis for axis, (a, b, (n, _, _)) in enumerate(spans) if a < 0 or b >= n]
+            if not beyond:
+                break
+            (outer, rows, a), (inner, _, b) = merged[beyond[-1] - 1], merged.pop(beyond[-1])
+            merged[beyond[-1] - 1] = (outer * inner, rows * inner, a + b)
+        start: list[int] = []
+        stop: list[int] = []
+        for first, last, (_, row, axes) in zip(low, high, merged, strict=True):
+            inner_axes = shape[len(start) + 1 : len(start) + axes]
+            start += [first // row, *(0 for _ in inner_axes)]
+            stop += [last // row + 1, *inner_axes]
+        return Box(tuple(start), tuple(stop))
+
+    def within(self, shape: Sequence[int], region: Box) -> AffineView:
+        """Return the same elements of a region of the tensor alone, which has `region_in`."""
+        strides, own = row_major_strides(shape), row_major_strides(region.shape)
+
+        def moved(distance: int) -> int:
+            return sum(map(operator.mul, _index_of(distance, strides), own))
+
+        offset = moved(self.offset) - sum(map(operator.mul, region.start, own))
+        return AffineView(offset, self.shape, tuple(map(moved, self.strides)))
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -46,6 +46,11 @@ class Box(NamedTuple):
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
+    def joined(self, other: Box) -> Box:
+        """Return the smallest box that contains both."""
+        start = tuple(map(min, self.start, other.start))
+        return Box(start, tuple(map(max, self.stop, other.stop)))
+
     def along(self, axis: int, start: int, stop: int) -> Box:
         """Return the region with other bounds along one dimension."""
         return Box(replaced(self.start, axis, start), replaced(self.stop, axis, stop))

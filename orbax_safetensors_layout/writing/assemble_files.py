@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.errors import explained
 from orbax_safetensors_layout.format import TensorEntry
-from orbax_safetensors_layout.geometry import Box, row_blocks
+from orbax_safetensors_layout.geometry import AffineView, Box, row_blocks
 from orbax_safetensors_layout.mapping import (
     AffinePiece,
     BoundExpr,
+    Decoded,
     LeafExpr,
-    Piece,
     Scanning,
+    affine_pieces,
     apply_view,
     assemble_box,
     bytes_by_rows,
@@ -38,7 +40,7 @@ from orbax_safetensors_layout.runtime import Bytes, ProgressReport, Staging
 from orbax_safetensors_layout.storage import RangeReader
 
 from .folder import CheckpointFolder, OpenFile
-from .host import HostValues
+from .host import HostValues, PendingShards, Place
 from .parts import stored_bytes
 
 _BLOCKS_IN_FLIGHT = 8
@@ -193,6 +195,46 @@ def _write(folder: CheckpointFolder, block: _TensorRows, values: np.ndarray) -> 
     folder.written(block.file)
 
 
+class _MappedReads:
+    """A region of a tensor that a mapping makes of leaves, whose values come to the host for it."""
+
+    def __init__(
+        self,
+        expr: BoundExpr,
+        box: Box,
+        places: Iterable[Place],
+        mapped: MappedTensors,
+        values: HostValues,
+    ) -> None:
+        self._box, self._dtype = box, expr.dtype
+        self._places, self._values = mapped.held, values
+        self._pieces = expr.pull_back(box, factored=True)
+        views: dict[Place, list[AffineView]] = {place: [] for place in places}
+        for piece in affine_pieces(self._pieces):
+            views[self._places[piece.source]].append(piece.view)
+        self._parts = {place: values.part(*place, of_place) for place, of_place in views.items()}
+        self.copied_bytes = sum(map(values.copied_bytes, self._parts.values()))
+        self._pending: dict[Place, PendingShards] = {}
+
+    def begin(self) -> None:
+        """Begins to copy the values, on the thread that schedules."""
+        self._pending = {place: self._values.begin(part) for place, part in self._parts.items()}
+
+    def assemble(self, out: np.ndarray | None = None) -> np.ndarray:
+        """Waits for the copies, and returns the region; they are freed."""
+        arrived: dict[Place, np.ndarray] = {}
+        while self._pending:
+            place, pending = self._pending.popitem()
+            for array in self._values.wait(pending):
+                arrived[place] = np.ascontiguousarray(array).reshape(-1)
+
+        def read(piece: AffinePiece) -> np.ndarray:
+            place = self._places[piece.source]
+            return apply_view(arrived[place], self._values.view_in(self._parts[place], piece.view))
+
+        return assemble_box(self._pieces, self._box, self._dtype, read, out=out)
+
+
 def write_mapped(
     folder: CheckpointFolder,
     mapped: MappedTensors,
@@ -201,7 +243,8 @@ def write_mapped(
 ) -> None:
     """Completes all files with tensors that a mapping makes of leaves, all of which are here.
 
-    The tensors that are filled at once fit the folder's memory budget, but for a larger one.
+    What is computed, and copied to the host for it, fits the folder's memory budget, but for a
+    larger tensor.
     """
     blocks: list[_TensorRows] = []
     for file in folder.unfinished():
@@ -210,71 +253,90 @@ def write_mapped(
         folder.written(file)  # no more than these
         blocks += file_blocks
     report = ProgressReport(progress, sum(block.nbytes for block in blocks))
-    of_leaf: dict[str, list[tuple[int, int]]] = {}
-    for leaf, held in mapped.held.values():
-        of_leaf.setdefault(values.name(leaf), []).append((leaf, held))
-    boxes = {
-        name: [box for leaf in expr.sources() for box in of_leaf[leaf]]
-        for name, expr in mapped.expressions.items()
+    of_leaf: dict[str, list[Place]] = {}
+    for place in mapped.held.values():
+        of_leaf.setdefault(values.name(place[0]), []).append(place)
+
+    def places(expr: BoundExpr) -> list[Place]:
+        return [place for leaf in expr.sources() for place in of_leaf[leaf]]
+
+    rows_bytes = min(_ROWS_BYTES, folder.budget.most_bytes)
+    scans = {
+        name: [
+            (decoder, operand, [*row_blocks(operand.shape, 8 * operand.dtype.itemsize, rows_bytes)])
+            for operand, decoder in unseen_inputs(mapped.expressions[name].nodes())
+        ]
+        for name in dict.fromkeys(block.entry.name for block in blocks)
     }
-    values.hold(Counter(box for block in blocks for box in boxes[block.entry.name]))
+    uses = Counter(place for b in blocks for place in places(mapped.expressions[b.entry.name]))
+    for _, operand, boxes in itertools.chain.from_iterable(scans.values()):
+        uses.update({place: len(boxes) for place in places(operand)})
+    values.hold(uses)
 
-    def read(piece: AffinePiece) -> np.ndarray:
-        return apply_view(values.shard(*mapped.held[piece.source]).reshape(-1), piece.view)
+    def begun(expr: BoundExpr, box: Box, nbytes: int) -> _MappedReads:
+        reads = _MappedReads(expr, box, places(expr), mapped, values)
+        folder.check()
+        folder.budget.reserve(nbytes + reads.copied_bytes, folder.pool.progress)
+        reads.begin()
+        return reads
 
-    def write(block: _TensorRows, pieces: Sequence[Piece], memory: Bytes) -> None:
+    def write(block: _TensorRows, reads: _MappedReads, memory: Bytes) -> None:
         file, entry, box, start = block
-        dtype = entry.dtype.numpy
         with explained(f"while saving {entry.name!r} to {file.plan.name}", entry.name):
-            assemble_box(pieces, box, dtype, read, out=memory.view(dtype).reshape(box.shape))
+            reads.assemble(memory.view(entry.dtype.numpy).reshape(box.shape))
+        folder.budget.release(reads.copied_bytes)
         file.write_at(start, [stored_bytes(memory, entry.dtype)])
         folder.written(file)
         report.add(block.nbytes, entry.name)
         folder.budget.release(memory.nbytes)
-        for leaf, held in boxes[entry.name]:
-            values.release_use(leaf, held)
 
-    def scan(name: str) -> None:
-        expr = mapped.expressions[name]
-        for operand, decoder in unseen_inputs(expr.nodes()):
-            most = min(_ROWS_BYTES, folder.budget.most_bytes)
+    def scan(name: str, decoder: Scanning, first: int, reads: _MappedReads) -> None:
+        with explained(f"while quantising {name!r}", name):
+            decoder.scan(first, reads.assemble())
+        folder.budget.release(reads.copied_bytes)
+
+    staging = Staging()
+    for block in blocks:
+        name = block.entry.name
+        for decoder, operand, boxes in scans.pop(name, ()):
             jobs = [
-                folder.pool.submit(scan_rows, name, operand, box, decoder)
-                for box in row_blocks(operand.shape, operand.dtype.itemsize * 8, most)
+                folder.pool.submit(scan, name, decoder, box.start[0], begun(operand, box, 0))
+                for box in boxes
             ]
             while not all(job.done() for job in jobs):
                 folder.pool.progress()
             decoder.complete()
-
-    def scan_rows(name: str, operand: BoundExpr, box: Box, decoder: Scanning) -> None:
-        pieces = operand.pull_back(box, factored=True)
-        with explained(f"while quantising {name!r}", name):
-            decoder.scan(box.start[0], assemble_box(pieces, box, operand.dtype, read))
-
-    staging = Staging()
-    for number, block in enumerate(blocks):
-        expr = mapped.expressions[block.entry.name]
-        if not number or blocks[number - 1].entry is not block.entry:
-            scan(block.entry.name)
-        pieces = expr.pull_back(block.box, factored=True)
         nbytes = block.box.size * block.entry.dtype.numpy.itemsize  # unpacked
-        folder.check()
-        folder.budget.reserve(nbytes, folder.pool.progress)
-        folder.pool.submit(write, block, pieces, staging.take(nbytes))
+        reads = begun(mapped.expressions[name], block.box, nbytes)
+        folder.pool.submit(write, block, reads, staging.take(nbytes))
     folder.pool.join()
 
 
 def _mapped_blocks(
     file: OpenFile, mapped: MappedTensors, budget_bytes: int
 ) -> Iterator[_TensorRows]:
-    """Yields whole tensors, and rows of those that are computed row by row."""
+    """Yields rows of tensors, so many that threads share a large one, or a whole one."""
     for entry in file.plan.layout.tensors:
         expr = mapped.expressions[entry.name]
         if entry.nbytes:
-            most, start = entry.nbytes, entry.start
-            if needed := bytes_by_rows(expr.nodes()):
-                most = max(1, most * min(_ROWS_BYTES, budget_bytes) // needed)
+            start = entry.start
+            most = _most_mapped_bytes(expr, entry.nbytes, budget_bytes)
             for box in row_blocks(expr.shape, entry.dtype.bits, most, entry.dtype.group):
                 block = _TensorRows(file, entry, box, start)
                 yield block
                 start += block.nbytes
+
+
+def _most_mapped_bytes(expr: BoundExpr, nbytes: int, budget_bytes: int) -> int:
+    """Return the bytes of a tensor's blocks, of one shape if its rows allow it."""
+    nodes = [*expr.nodes()]
+    needed = nbytes
+    if any(isinstance(node, Decoded) for node in nodes):
+        needed = bytes_by_rows(nodes)
+        if not needed:
+            return nbytes
+    most = max(_SMALL_BYTES, min(_ROWS_BYTES, budget_bytes // (2 * _BLOCKS_IN_FLIGHT)))
+    count = -(-needed // most)
+    rows = expr.shape[0] if expr.shape else 1
+    count = next((n for n in range(count, min(2 * count, rows + 1)) if rows % n == 0), count)
+    return max(1, nbytes // count)

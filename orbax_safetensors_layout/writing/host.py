@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,12 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.format import SUB_BYTE
-from orbax_safetensors_layout.geometry import Box, Tile
+from orbax_safetensors_layout.geometry import AffineView, Box, Tile
 from orbax_safetensors_layout.options import KIB
 from orbax_safetensors_layout.plan import FilePart, LeafWrite
 from orbax_safetensors_layout.sharding import box_of
+
+Place = tuple[int, int]  # the number of a leaf, and that of one of its boxes
 
 _SLABS = 4  # that fit the budget together: some are written while the next come
 _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
@@ -82,7 +85,7 @@ class HostValues:
         self._captured: dict[tuple[int, tuple[int, ...]], _Captured] = {}
         self._lock = threading.Lock()
         self._left = 0
-        self._uses: Counter[tuple[int, int]] = Counter()  # that boxes are held for
+        self._uses: Counter[tuple[int, tuple[int, ...]]] = Counter()  # to come, of leaf and members
         self._all_captured = threading.Event()
         self._copies = False  # of numpy arrays, which the caller may overwrite
 
@@ -137,9 +140,17 @@ class HostValues:
 
     def begin(self, part: FilePart) -> PendingShards:
         """Begins to copy a part's members to the host; `wait` waits for them."""
-        captured = self._captured.pop((part.leaf, part.tile.members), None)
-        arrays = self._begin(part) if captured is None else captured.members
-        return PendingShards(arrays, is_captured=captured is not None)
+        key = part.leaf, part.tile.members
+        captured = self._captured.get(key)
+        self._uses[key] -= 1
+        if self._uses[key] <= 0:
+            self._captured.pop(key, None)
+        if captured is None:
+            arrays = self._begin(part) if part.tile.box.size else ()
+            return PendingShards(arrays, is_captured=False)
+        boxes = [self._leaves[part.leaf].held.boxes[number] for number in part.tile.members]
+        parts = [*map(_common, captured.members, boxes, itertools.repeat(part.tile.box))]
+        return PendingShards(parts, is_captured=True)
 
     def wait(self, pending: PendingShards) -> list[np.ndarray]:
         members = [np.asarray(array) for array in pending.arrays]
@@ -155,18 +166,17 @@ class HostValues:
 
     def _begin(self, part: FilePart) -> Sequence[Any]:
         value, held = self._values[part.leaf], self._leaves[part.leaf].held
+        region = part.tile.box
         if not isinstance(value, jax.Array):  # of which each process has the whole
-            region = value[part.tile.box.slices]
-            return [region.copy() if self._copies else region]
+            values = value[region.slices]
+            return [values.copy() if self._copies else values]
         boxes = [held.boxes[number] for number in part.tile.members]
         numbers = self._shard_numbers(value)
         shards = [value.addressable_data(numbers[box]) for box in boxes]
         if _on_host(value):
-            return shards
+            return [*map(_common, map(np.asarray, shards), boxes, itertools.repeat(region))]
         if part.tile.member_shape != shards[0].shape:
-            return _to_host(
-                [_region(s, b, part.tile.box) for s, b in zip(shards, boxes, strict=True)]
-            )
+            return _to_host([_region(s, b, region) for s, b in zip(shards, boxes, strict=True)])
         copies = [_host_copies.find(value, numbers[box]) for box in boxes]
         missing = [n for n, copy in enumerate(copies) if copy is None]
         for n, copy in zip(missing, _to_host([shards[n] for n in missing]), strict=True):
@@ -189,40 +199,47 @@ class HostValues:
             self._numbers[key] = numbers  # complete: other threads ask, too
         return self._numbers[key]
 
-    def hold(self, uses: Counter[tuple[int, int]]) -> None:
-        """Has `shard` hold a box, by leaf and number, until `release_use` was called so often."""
-        self._uses = uses
-        self._left = sum((leaf, (held,)) not in self._captured for leaf, held in uses)
+    def hold(self, uses: Mapping[Place, int]) -> None:
+        """Has the boxes that are captured stay until `begin` was called so often for each."""
+        self._uses.update({(leaf, (held,)): count for (leaf, held), count in uses.items()})
+        self._left = sum(n for key, n in self._uses.items() if key not in self._captured)
         if not self._left:
             self._all_captured.set()
 
-    def release_use(self, leaf: int, held: int) -> None:
-        with self._lock:
-            self._uses[leaf, held] -= 1
-            if not self._uses[leaf, held]:
-                self._captured.pop((leaf, (held,)), None)
+    def part(self, leaf: int, held: int, views: Sequence[AffineView] | None = None) -> FilePart:
+        """Return a box, by its number among those of all processes, as a part of no file.
 
-    def shard(self, leaf: int, held: int) -> np.ndarray:
-        """Return contiguous values of a box, by its number among those of all processes."""
-        captured = self._captured.get((leaf, (held,)))
-        if captured is None:
-            part = self.box_part(leaf, held)
-            members = [np.asarray(array) for array in self._begin(part)]
-            is_contiguous = members[0].flags.c_contiguous
-            members = members if is_contiguous else [members[0].copy()]
-            if self.held_bytes(part) or not is_contiguous:  # it is asked for again and again
-                with self._lock:
-                    is_first = (leaf, (held,)) not in self._captured
-                    self._captured[leaf, (held,)] = _Captured(members)
-                if is_first and self._left:
-                    self._count_captured()
-            return members[0]
-        return captured.members[0]
-
-    def box_part(self, leaf: int, held: int) -> FilePart:
-        """Return a box as a part that belongs to no file."""
+        If it has to be copied, it is only the region of the box that `views` have elements of.
+        """
         box = self._leaves[leaf].held.boxes[held]
-        return FilePart(leaf, Tile.alone(box, held), self._leaves[leaf].tensor.dtype, 0, 0)
+        part = FilePart(leaf, Tile.alone(box, held), self._leaves[leaf].tensor.dtype, 0, 0)
+        if views is None or self._is_there(part):
+            return part
+        nothing = Box.whole((0,) * len(box.shape))
+        regions = [view.region_in(box.shape) for view in views] or [nothing]
+        region = functools.reduce(Box.joined, regions).shifted(box.start)
+        return part._replace(tile=Tile.alone(region, held))
+
+    def copied_bytes(self, part: FilePart) -> int:
+        """Return the host memory of contiguous values of such a part, beyond what is there."""
+        if self._is_there(part):
+            return 0
+        nbytes = part.tile.box.size * self._leaves[part.leaf].values.itemsize
+        return max(self.held_bytes(part), nbytes)
+
+    def view_in(self, part: FilePart, view: AffineView) -> AffineView:
+        """Return a view of a box as one of such a part of it."""
+        box = self._leaves[part.leaf].held.boxes[part.tile.members[0]]
+        region = part.tile.box
+        return view if region == box else view.within(box.shape, region.within(box))
+
+    def _is_there(self, part: FilePart) -> bool:
+        """Whether contiguous values of a box are on the host."""
+        if (part.leaf, part.tile.members) in self._captured or not part.tile.box.size:
+            return True
+        if self.held_bytes(part):
+            return False
+        return all(np.asarray(values).flags.c_contiguous for values in self._begin(part))
 
     def capture(self, parts: Sequence[FilePart], budget_bytes: int | None) -> None:
         """Brings members of all `parts` to the host now, in order, as far as a budget allows."""
@@ -260,6 +277,12 @@ class HostValues:
     def release(self) -> None:
         self._values = [None] * len(self._values)
         self._all_captured.set()
+
+
+def _common(values: np.ndarray, box: Box, region: Box) -> np.ndarray:
+    """Return what a box and a region have in common, of the values of the box."""
+    common = box.intersect(region)
+    return values if common is None or common == box else common.view_of(values, box)
 
 
 def _on_host(array: jax.Array) -> bool:

@@ -186,6 +186,68 @@ def test_runs_of_reversed_and_repeated_dimensions(case, data):
     assert view.bounds == (elements.min(), elements.max() + 1)
 
 
+@st.composite
+def view_of_numbers(draw):
+    """A tensor of numbers, and a view of it: cut, turned, repeated, with axes apart or as one."""
+    shape = draw(st.lists(st.integers(1, 6), max_size=4))
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    view, has_merged = numbers, False
+    for kind in draw(st.lists(st.sampled_from(["order", "cut", "turn", "apart", "one", "repeat"]))):
+        axis = draw(st.integers(0, max(0, view.ndim - 1)))
+        if kind == "repeat" and view.ndim < 8:
+            view = np.broadcast_to(view[..., None], (*view.shape, draw(st.integers(1, 3))))
+        elif kind == "order":
+            view = view.transpose(draw(st.permutations(range(view.ndim))))
+        elif view.ndim and kind == "turn":
+            view = np.flip(view, axis)
+        elif view.ndim and kind == "cut":
+            start = draw(st.integers(0, view.shape[axis] - 1))
+            stop = draw(st.integers(start + 1, view.shape[axis]))
+            cut = slice(start, stop, draw(st.integers(1, 2)))
+            view = view[(*[slice(None)] * axis, cut)]
+        elif view.ndim and kind == "apart":
+            part = draw(st.sampled_from([n for n in range(1, 7) if view.shape[axis] % n == 0]))
+            view = view.reshape(*view.shape[:axis], part, -1, *view.shape[axis + 1 :])
+        elif kind == "one" and axis + 1 < view.ndim:
+            merged = view.reshape(*view.shape[:axis], -1, *view.shape[axis + 2 :])
+            if np.shares_memory(merged, numbers):
+                view, has_merged = merged, True
+    strides = tuple(stride // view.itemsize for stride in view.strides)
+    return numbers, view, AffineView(int(view.flat[0]), view.shape, strides), has_merged
+
+
+@given(view_of_numbers())
+def test_the_region_that_a_view_has_elements_of(case):
+    numbers, values, view, has_merged = case
+    region = view.region_in(numbers.shape)
+    alone = numbers[region.slices].ravel()
+    within = view.within(numbers.shape, region)
+    low, high = within.bounds
+    assert low >= 0
+    assert high <= alone.size
+    memory = np.lib.stride_tricks.as_strided(
+        alone[within.offset :], within.shape, [8 * stride for stride in within.strides]
+    )
+    assert (memory == values).all()
+    places = np.unravel_index(values, numbers.shape) if numbers.ndim else ()
+    needed = Box(tuple(int(p.min()) for p in places), tuple(int(p.max()) + 1 for p in places))
+    assert region.contains(needed)
+    assert has_merged or region == needed
+
+
+def test_regions_of_layers_heads_and_rows():
+    layers = (4, 6, 8)
+    one = AffineView.row_major(layers).restrict(Box((2, 0, 0), (3, 6, 8)))
+    assert one.region_in(layers) == Box((2, 0, 0), (3, 6, 8))
+    transposed = AffineView(2 * 8, (8, 4), (1, 48))  # of [4, 6, 8] the index 2 of the axis between
+    assert transposed.region_in(layers) == Box((0, 2, 0), (4, 3, 8))
+    assert transposed.within(layers, Box((0, 2, 0), (4, 3, 8))) == AffineView(0, (8, 4), (1, 8))
+    as_one = AffineView(48 + 20, (10,), (1,))  # rows 2 to 3 of the layer 1, in a row
+    assert as_one.region_in(layers) == Box((1, 2, 0), (2, 4, 8))
+    across = AffineView(40, (16,), (1,))  # the last row of a layer, and the first of the next
+    assert across.region_in(layers) == Box((0, 0, 0), (2, 6, 8))
+
+
 def test_interlaced_dimensions_are_refused():
     with pytest.raises(ValueError, match="interlace"):
         StridedRuns.of(AffineView(0, (3, 3), (1, 2)), 4)

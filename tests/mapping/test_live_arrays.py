@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -21,6 +24,7 @@ import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.errors import DtypeMismatchError, MappingError
 from orbax_safetensors_layout.mapping import Mapping, concat, fill, opaque, rounded, rule, tensor
 from orbax_safetensors_layout.mapping.expr.values import Add, Scale
+from orbax_safetensors_layout.mapping.live import live_arrays
 from orbax_safetensors_layout.mapping.live.exact_values import arithmetic, cast
 
 __all__ = ["path", "tensors"]  # fixtures
@@ -165,8 +169,20 @@ def test_many_random_mappings_against_loads_and_saves(data, tmp_path_factory):
     compare_with_files(data, tmp_path_factory)
 
 
+def as_accelerators():
+    """Has the package take CPU devices for others; what XLA is given then runs on any."""
+    return mock.patch(
+        "orbax_safetensors_layout.mapping.live.live_arrays._on_cpu", return_value=False
+    )
+
+
 def compare_with_files(data, tmp_path_factory):
     """Compares what a random mapping makes of arrays in memory with a load and a save of files."""
+    with as_accelerators() if data.draw(st.booleans()) else contextlib.nullcontext():
+        _compare_with_files(data, tmp_path_factory)
+
+
+def _compare_with_files(data, tmp_path_factory):
     mapping, tensors = data.draw(mappings())
     folder = save(tmp_path_factory.mktemp("random"), tensors)
     facts = mapping.leaf_facts(folder)
@@ -206,8 +222,14 @@ def assert_same_array(array, other):
     assert array.sharding.is_equivalent_to(other.sharding, array.ndim)
 
 
+@pytest.mark.parametrize("devices", [contextlib.nullcontext, as_accelerators])
 @pytest.mark.parametrize("split", SPECS)
-def test_a_model_there_and_back(tmp_path, path, tensors, split):
+def test_a_model_there_and_back(tmp_path, path, tensors, split, devices):
+    with devices():
+        there_and_back(tmp_path, path, tensors, split)
+
+
+def there_and_back(tmp_path, path, tensors, split):
     mapping, mesh = saved_mapping(), mesh_of(x=2, y=2)
     sharding = {n: NamedSharding(mesh, SPECS[split](x.ndim)) for n, x in tensors.items()}
     arrays = {name: place(x, sharding[name]) for name, x in tensors.items()}
@@ -221,6 +243,44 @@ def test_a_model_there_and_back(tmp_path, path, tensors, split):
     for name, array in back.items():
         assert_same_bits(np.asarray(array), written[name])
         assert array.sharding == sharding[name]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x"), P("x", "y")], ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "apart", "order"),
+    [
+        ("a b -> b a", (16, 8), (1, 0)),
+        ("(h a) b -> b h a", (2, 8, 8), (2, 0, 1)),
+        ("a (h b) -> h b a", (16, 2, 4), (1, 2, 0)),
+    ],
+)
+def test_transposed_layers_of_accelerators_stay_on_their_devices(
+    monkeypatch, axis, spec, pattern, apart, order
+):
+    """They are joined before they are transposed, along an axis that is not divided if there is."""
+    rng, sharding = np.random.default_rng(0), NamedSharding(mesh_of(x=2, y=2), spec)
+    tensors = {f"{n}.w": rng.integers(0, 99, (16, 8), np.uint16) for n in range(3)}
+    arrays = {name: place(x, sharding) for name, x in tensors.items()}
+    sizes = {"h": 2} if "h" in pattern else {}
+    layer = tensor("{n}.w").rearrange(pattern, **sizes)
+    mapping = Mapping([rule("x", osl.stack(layer, over="n", axis=axis))])
+    texts = []
+    compile_program = live_arrays._Program.run
+
+    def run(program, given):
+        results = compile_program(program, given)
+        named = {str(number): array for number, array in enumerate(given)}
+        texts.append(program._compute.lower({}, named, {}).compile().as_text())
+        return results
+
+    monkeypatch.setattr(live_arrays._Program, "run", run)
+    with as_accelerators():
+        made = mapping.apply(arrays)["x"]
+    (text,) = texts
+    assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute"))
+    layers = [tensors[f"{n}.w"].reshape(apart).transpose(order) for n in range(3)]
+    assert_same_bits(np.asarray(made), np.stack(layers, axis))
 
 
 def counted(call):

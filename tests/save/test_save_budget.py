@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import threading
 import time
+import weakref
 from unittest import mock
 
 import jax
@@ -262,23 +263,88 @@ def test_what_is_cut_from_beyond_the_range_of_an_index_of_32_bits(start):
     assert np.flatnonzero(host._region(on_device, box, region)).tolist() == [5]
 
 
-def test_a_mapped_save_gives_up_what_no_tensor_needs_any_more(tmp_path, monkeypatch):
-    leaf_bytes, held = 1 << 20, []
-    leaves = {f"l{n:02}": place(np.full((512, 512), n, np.float32), P("x")) for n in range(16)}
-    mapping = osl.Mapping([osl.rule("{x}", osl.tensor("model.{x}").transpose())])
-    shard = host.HostValues.shard
+class HostCopies:
+    """Host copies of values of devices, as saves wait for them."""
 
-    def recorded(values, *box):
-        result = shard(values, *box)
-        held.append(sum(m.nbytes for c in [*values._captured.values()] for m in c.members))
-        return result
+    def __init__(self, monkeypatch):
+        self.nbytes, self.most_bytes = 0, 0
+        self._alive = weakref.WeakValueDictionary()
+        wait = host.HostValues.wait
 
-    monkeypatch.setattr(host.HostValues, "shard", recorded)
-    options = osl.WriteOptions(memory_budget_bytes=2 * leaf_bytes, concurrency=1)
-    osl.save(tmp_path / "a", leaves, mapping=mapping, options=options)
-    assert leaf_bytes <= max(held) <= 4 * leaf_bytes
+        def recorded(values, pending):
+            arrays = wait(values, pending)
+            for array in arrays:
+                self.nbytes += array.nbytes
+                self._alive[id(array)] = array
+            alive = sum(array.nbytes for array in self._alive.values())
+            self.most_bytes = max(self.most_bytes, alive)
+            return arrays
+
+        monkeypatch.setattr(host.HostValues, "wait", recorded)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, None, "x")], ids=str)
+def test_a_mapped_save_copies_what_it_writes_next(tmp_path, monkeypatch, axis, spec):
+    """All once, whatever the leaf's size and the axis that its layers are along."""
+    layers = [np.full((256, 128), n, np.float32) for n in range(16)]
+    leaf = place(np.stack(layers, axis), spec)
+    expr = osl.stack(osl.tensor("model.{layer}").transpose(1, 0), over="layer", axis=axis)
+    copies = HostCopies(monkeypatch)
+    options = osl.WriteOptions(memory_budget_bytes=4 * layers[0].nbytes, concurrency=1)
+    mapping = osl.Mapping([osl.rule("x", expr)])
+    osl.save(tmp_path / "a", {"x": leaf}, mapping=mapping, options=options)
+    assert copies.nbytes == leaf.nbytes
+    assert 0 < copies.most_bytes <= 2 * layers[0].nbytes
     for name, value in opened(tmp_path / "a").items():
-        assert (value == int(name[-2:])).all()
+        assert_same_bits(value, layers[int(name.removeprefix("model."))].T)
+
+
+@pytest.mark.parametrize("budget", [1 << 16, 1 << 20, None])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_mappings_and_formats_compute_is_that_of_arrays_on_the_host(
+    tmp_path, monkeypatch, budget, asynchronous
+):
+    """Rows of quantised, cast and compared tensors, fused and cut ones, and packed leaves."""
+    rng = np.random.default_rng(0)
+    rows = {"e": (256, 64), "q": (4, 64, 128), "gu": (2, 128, 256), "n": (4, 64)}
+    values = {name: rng.random(shape, np.float32) for name, shape in rows.items()}
+    values["head"] = values["e"].T.copy()
+    values["i"] = rng.integers(-8, 8, (4, 32)).astype(ml_dtypes.int4)
+    specs = {
+        "e": P("x"),
+        "q": P(None, None, "x"),
+        "gu": P(None, "x"),
+        "n": P(),
+        "head": P(None, "x"),
+    }
+    tree = {name: place(value, specs.get(name, P())) for name, value in values.items()}
+    rules = [
+        osl.rule("e", osl.tensor("embed.weight")),
+        osl.rule("head", osl.tensor("embed.weight").transpose(), tied_to="e"),
+        osl.rule("q", osl.stack(osl.tensor("l.{n}.q_proj.weight").transpose(), over="n", axis=0)),
+        osl.rule("gu", osl.tensor("gate_up_proj.weight").rearrange("(k m) e -> k e m", k=2)),
+        osl.rule("n", osl.stack(osl.tensor("l.{n}.norm.weight"), over="n", axis=0)),
+        osl.rule("i", osl.tensor("i").transpose()),
+    ]
+    mapping = osl.Mapping(rules)
+    quantize = None if asynchronous else osl.Quantization("nvfp4")
+    write = osl.WriteOptions(memory_budget_bytes=budget, dtype="bfloat16", quantize=quantize)
+    if asynchronous:
+        with osl.context("state"), osl.using(mapping=mapping, write=write):
+            saving = ocp.save_async(tmp_path / "a", tree)
+            for array in tree.values():
+                array.delete()
+            saving.result()
+        folder = tmp_path / "a" / "state"
+    else:
+        folder = tmp_path / "a"
+        osl.save(folder, tree, mapping=mapping, options=write)
+    monkeypatch.undo()
+    osl.save(tmp_path / "b", values, mapping=mapping, options=write)
+    (stored,) = folder.glob("*.safetensors")
+    assert len(osl.metadata(folder)) > 10
+    assert stored.read_bytes() == (tmp_path / "b" / stored.name).read_bytes()
 
 
 def test_the_caller_goes_on_when_the_last_leaf_of_a_mapped_save_is_on_the_host(tmp_path):

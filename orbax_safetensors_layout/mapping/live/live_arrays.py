@@ -33,7 +33,7 @@ from ..expr.values import Cast
 from ..names import TensorSpec, TensorSpecs
 from ..problems import Problem, mapping_error
 from .exact_values import to_bits
-from .traced import Raised, TracedValues, may_refuse, refusal, reordered_first
+from .traced import Raised, TracedValues, may_refuse, refusal, reordered_first, stacked_first
 
 _MAPPINGS, _PROGRAMS = 32, 1024  # whose plans, and which, are kept
 
@@ -53,6 +53,26 @@ class _PlacedResult(NamedTuple):
     placement: Placement | None
 
 
+class _Order(NamedTuple):
+    """In which order XLA computes what transposes arrays, and what stacks them, fast."""
+
+    in_steps: bool  # transposes in a program of their own
+    joined_axis: int | None  # along which arrays are joined before they are transposed
+
+    @classmethod
+    def of(cls, arrays: Sequence[jax.Array]) -> _Order:
+        """Return the order for arrays on CPU devices, on others, or for such as are traced."""
+        if not arrays or isinstance(arrays[0], jax.core.Tracer):
+            return cls(in_steps=False, joined_axis=None)
+        if _on_cpu(arrays[0]):
+            return cls(in_steps=True, joined_axis=None)
+        shards = [array.sharding.shard_shape(array.shape) for array in arrays]
+        extents = [*zip((array.shape for array in arrays), shards, strict=True)]
+        least = min(map(len, shards))
+        whole = (n for n in range(least) if all(shape[n] == part[n] for shape, part in extents))
+        return cls(in_steps=False, joined_axis=next(whole, None))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _ArrayGroup:
     """Results that take the same arrays."""
@@ -67,9 +87,9 @@ class _ArrayGroup:
         outputs: tuple[_PlacedResult, ...],
         moves: bool,
         donated: tuple[int, ...],
-        in_steps: bool,
+        order: _Order,
     ) -> _Program:
-        key = _is_x64(), outputs, moves, donated, in_steps
+        key = _is_x64(), outputs, moves, donated, order
         if key not in self.programs:
             self.programs[key] = _program(self.expressions, *key)
         return self.programs[key]
@@ -84,13 +104,17 @@ class _Program:
         outputs: tuple[_PlacedResult, ...],
         moves: bool,
         donated: tuple[int, ...],
-        in_steps: bool,
+        order: _Order,
     ) -> None:
         self._outputs = outputs
         self._moves = moves
         self.errors: list[tuple[int, Raised]] = []
-        self._expressions, first = reordered_first(expressions) if in_steps else (expressions, {})
-        self._first = tuple(first)
+        first: Dict[BoundExpr, str] = {}
+        if order.in_steps:
+            expressions, first = reordered_first(expressions)
+        elif order.joined_axis is not None:
+            expressions = stacked_first(expressions, order.joined_axis)
+        self._expressions, self._first = expressions, tuple(first)
         self._reorder = jax.jit(self._reordered)
         placements = [None if moves else _without_types(placement) for _, placement in outputs]
         self._compute = jax.jit(self._rest, out_shardings=(placements, None), donate_argnums=(0, 2))
@@ -429,8 +453,8 @@ def _all_values(
             results: list[Any] = [_abstract(group.expressions[n], place) for n, place in outputs]
         else:
             once = tuple(n for n, a in enumerate(given) if donate and uses[id(a)] == 1)
-            in_steps, donated = _on_cpu(given), () if may_fail else once
-            program = group.program(outputs, _moves(given, outputs), donated, in_steps)
+            donated = () if may_fail else once
+            program = group.program(outputs, _moves(given, outputs), donated, _Order.of(given))
             results, holds = program.run(given)
             if holds is not None:
                 value_checks.append((group, program, holds))
@@ -455,11 +479,8 @@ def _abstract(expr: BoundExpr, placement: Placement | None) -> Any:
     return abstract_array(expr.shape, expr.dtype, sharding=placement)
 
 
-def _on_cpu(given: Sequence[jax.Array]) -> bool:
-    """Whether arrays are on CPU devices, and not traced."""
-    if not given or isinstance(given[0], jax.core.Tracer):
-        return False
-    device: Any = next(iter(given[0].sharding.device_set))
+def _on_cpu(array: jax.Array) -> bool:
+    device: Any = next(iter(array.sharding.device_set))
     return bool(device.platform == "cpu")
 
 
