@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -260,17 +259,20 @@ def write_mapped(
     def places(expr: BoundExpr) -> list[Place]:
         return [place for leaf in expr.sources() for place in of_leaf[leaf]]
 
+    counts = Counter(block.entry.name for block in blocks)
     rows_bytes = min(_ROWS_BYTES, folder.budget.most_bytes)
     scans = {
         name: [
             (decoder, operand, [*row_blocks(operand.shape, 8 * operand.dtype.itemsize, rows_bytes)])
             for operand, decoder in unseen_inputs(mapped.expressions[name].nodes())
         ]
-        for name in dict.fromkeys(block.entry.name for block in blocks)
+        for name in counts
     }
-    uses = Counter(place for b in blocks for place in places(mapped.expressions[b.entry.name]))
-    for _, operand, boxes in itertools.chain.from_iterable(scans.values()):
-        uses.update({place: len(boxes) for place in places(operand)})
+    uses = Counter[Place]()
+    for name, count in counts.items():
+        uses.update(dict.fromkeys(places(mapped.expressions[name]), count))
+        for _, operand, boxes in scans[name]:
+            uses.update(dict.fromkeys(places(operand), len(boxes)))
     values.hold(uses)
 
     def begun(expr: BoundExpr, box: Box, nbytes: int) -> _MappedReads:
