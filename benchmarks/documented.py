@@ -46,7 +46,7 @@ _LARGE = ("ours", "builtin", "load_file", "ocdbt")
 _CLUSTER = ("--dir", "FILES/cluster")
 _SMALL_CLUSTER = (*_CLUSTER, "--only", "llama", "--layers", "2", "--meshes", "4 x 2")
 _EXCHANGES = ("--dir", "FILES/exchange")
-_SMALL_EXCHANGES = (*_EXCHANGES, "--processes", "2", "--megabytes", "2", "--repeat", "1")
+_SMALL_EXCHANGES = (*_EXCHANGES, "--megabytes", "2", "--repeat", "1")
 
 PARTS = (
     Part(
@@ -106,8 +106,16 @@ PARTS = (
     Part("convert", ("convert.py",), ("FILES/convert",), ("FILES/convert", "--gigabytes", "0.5")),
     Part("apply", ("apply.py",), (), ("--scale", "0.1")),
     Part("export", ("export.py",), (), ("--scale", "0.1")),
-    Part("exchange-local", ("exchange.py", "--only", "local"), _EXCHANGES, _SMALL_EXCHANGES),
-    Part("exchange-far", ("exchange.py", "--only", "far"), _EXCHANGES, _SMALL_EXCHANGES),
+    *(
+        Part(
+            f"exchange-{storage}-{processes}",
+            ("exchange.py", "--only", storage, "--processes", str(processes)),
+            _EXCHANGES,
+            _SMALL_EXCHANGES,
+        )
+        for storage in ("far", "local")
+        for processes in (2, 4, 8)
+    ),
 )
 
 
