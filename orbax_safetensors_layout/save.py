@@ -212,9 +212,9 @@ class PreparedSave:
             held = self.mapped.held
             taken = {n for expr in self.mapped.expressions.values() for n in expr.sources()}
             parts = [
-                self.values.part(leaf, box)
-                for leaf, box in held.values()
-                if self.plan.leaves[leaf].tensor.name in taken
+                self.values.box(place)
+                for place in held.values()
+                if self.plan.leaves[place[0]].tensor.name in taken
             ]
         self.values.capture(parts, self.options.memory_budget_bytes)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from orbax_safetensors_layout.options import KIB, MIB, OnProgress, ReadOptions
 from orbax_safetensors_layout.plan import (
     ArrayRegion,
     ArraySource,
+    FilePart,
     MappedSource,
     MappedTensors,
     RegionReads,
@@ -46,6 +48,7 @@ _BLOCKS_IN_FLIGHT = 8
 _BLOCKS_PLANNED = 2048  # at once: each may be of a thousand pieces
 _MOST_BLOCK_BYTES = 32 * MIB
 _ROWS_BYTES = 8 * MIB  # that rows are computed from at once
+_LEAST_VIEW_BYTES = 4 * KIB  # of what is computed at once, for each part of a leaf in it
 _SMALL_BYTES = 32 * KIB  # written in less time than a thread takes to begin
 
 
@@ -198,40 +201,40 @@ class _MappedReads:
     """A region of a tensor that a mapping makes of leaves, whose values come to the host for it."""
 
     def __init__(
-        self,
-        expr: BoundExpr,
-        box: Box,
-        places: Iterable[Place],
-        mapped: MappedTensors,
-        values: HostValues,
+        self, expr: BoundExpr, box: Box, mapped: MappedTensors, values: HostValues
     ) -> None:
-        self._box, self._dtype = box, expr.dtype
+        self.box, self._dtype = box, expr.dtype
         self._places, self._values = mapped.held, values
         self._pieces = expr.pull_back(box, factored=True)
-        views: dict[Place, list[AffineView]] = {place: [] for place in places}
+        views: dict[Place, list[AffineView]] = {}
         for piece in affine_pieces(self._pieces):
-            views[self._places[piece.source]].append(piece.view)
-        self._parts = {place: values.part(*place, of_place) for place, of_place in views.items()}
-        self.copied_bytes = sum(map(values.copied_bytes, self._parts.values()))
+            views.setdefault(self._places[piece.source], []).append(piece.view)
+        self.views = sum(map(len, views.values()))
+        self._parts: dict[Place, FilePart] = {}
+        self.copied_bytes = 0
+        for place, taken in views.items():
+            self._parts[place], nbytes = values.region(place, taken)
+            self.copied_bytes += nbytes
         self._pending: dict[Place, PendingShards] = {}
 
     def begin(self) -> None:
         """Begins to copy the values, on the thread that schedules."""
-        self._pending = {place: self._values.begin(part) for place, part in self._parts.items()}
+        regions = self._parts.items()
+        self._pending = {place: self._values.begin_region(part) for place, part in regions}
 
     def assemble(self, out: np.ndarray | None = None) -> np.ndarray:
         """Waits for the copies, and returns the region; they are freed."""
         arrived: dict[Place, np.ndarray] = {}
         while self._pending:
             place, pending = self._pending.popitem()
-            for array in self._values.wait(pending):
-                arrived[place] = np.ascontiguousarray(array).reshape(-1)
+            (array,) = self._values.wait(pending)
+            arrived[place] = np.ascontiguousarray(array).reshape(-1)
 
         def read(piece: AffinePiece) -> np.ndarray:
             place = self._places[piece.source]
             return apply_view(arrived[place], self._values.view_in(self._parts[place], piece.view))
 
-        return assemble_box(self._pieces, self._box, self._dtype, read, out=out)
+        return assemble_box(self._pieces, self.box, self._dtype, read, out=out)
 
 
 def write_mapped(
@@ -243,101 +246,103 @@ def write_mapped(
     """Completes all files with tensors that a mapping makes of leaves, all of which are here.
 
     What is computed, and copied to the host for it, fits the folder's memory budget, but for a
-    larger tensor.
+    larger tensor, and for leaves that each part of a tensor takes scattered elements of.
     """
-    blocks: list[_TensorRows] = []
-    for file in folder.unfinished():
-        file_blocks = [*_mapped_blocks(file, mapped, folder.budget.most_bytes)]
-        folder.expect(file, len(file_blocks))
-        folder.written(file)  # no more than these
-        blocks += file_blocks
-    report = ProgressReport(progress, sum(block.nbytes for block in blocks))
+    files = folder.unfinished()
+    tensors = [[entry for entry in file.plan.layout.tensors if entry.nbytes] for file in files]
+    entries = [*itertools.chain.from_iterable(tensors)]
+    report = ProgressReport(progress, sum(entry.nbytes for entry in entries))
     of_leaf: dict[str, list[Place]] = {}
     for place in mapped.held.values():
         of_leaf.setdefault(values.name(place[0]), []).append(place)
-
-    def places(expr: BoundExpr) -> list[Place]:
-        return [place for leaf in expr.sources() for place in of_leaf[leaf]]
-
-    counts = Counter(block.entry.name for block in blocks)
-    rows_bytes = min(_ROWS_BYTES, folder.budget.most_bytes)
-    scans = {
-        name: [
-            (decoder, operand, [*row_blocks(operand.shape, 8 * operand.dtype.itemsize, rows_bytes)])
-            for operand, decoder in unseen_inputs(mapped.expressions[name].nodes())
-        ]
-        for name in counts
+    places = {
+        e.name: [p for leaf in mapped.expressions[e.name].sources() for p in of_leaf[leaf]]
+        for e in entries
     }
-    uses = Counter[Place]()
-    for name, count in counts.items():
-        uses.update(dict.fromkeys(places(mapped.expressions[name]), count))
-        for _, operand, boxes in scans[name]:
-            uses.update(dict.fromkeys(places(operand), len(boxes)))
-    values.hold(uses)
+    values.hold(Counter(itertools.chain.from_iterable(places.values())))
+    most_bytes = folder.budget.most_bytes
 
-    def begun(expr: BoundExpr, box: Box, nbytes: int) -> _MappedReads:
-        reads = _MappedReads(expr, box, places(expr), mapped, values)
+    def reads(expr: BoundExpr, box: Box) -> _MappedReads:
+        return _MappedReads(expr, box, mapped, values)
+
+    def begin(region: _MappedReads, nbytes: int) -> None:
         folder.check()
-        folder.budget.reserve(nbytes + reads.copied_bytes, folder.pool.progress)
-        reads.begin()
-        return reads
+        folder.budget.reserve(nbytes + region.copied_bytes, folder.pool.progress)
+        region.begin()
 
-    def write(block: _TensorRows, reads: _MappedReads, memory: Bytes) -> None:
+    def write(block: _TensorRows, region: _MappedReads, memory: Bytes) -> None:
         file, entry, box, start = block
         with explained(f"while saving {entry.name!r} to {file.plan.name}", entry.name):
-            reads.assemble(memory.view(entry.dtype.numpy).reshape(box.shape))
-        folder.budget.release(reads.copied_bytes)
+            region.assemble(memory.view(entry.dtype.numpy).reshape(box.shape))
+        folder.budget.release(region.copied_bytes)
         file.write_at(start, [stored_bytes(memory, entry.dtype)])
         folder.written(file)
         report.add(block.nbytes, entry.name)
         folder.budget.release(memory.nbytes)
 
-    def scan(name: str, decoder: Scanning, first: int, reads: _MappedReads) -> None:
+    def scan(name: str, decoder: Scanning, region: _MappedReads, nbytes: int) -> None:
         with explained(f"while quantising {name!r}", name):
-            decoder.scan(first, reads.assemble())
-        folder.budget.release(reads.copied_bytes)
+            decoder.scan(region.box.start[0], region.assemble())
+        folder.budget.release(nbytes + region.copied_bytes)
+
+    def scan_all(name: str, operand: BoundExpr, decoder: Scanning) -> None:
+        jobs = []
+        for box in row_blocks(
+            operand.shape, 8 * operand.dtype.itemsize, min(_ROWS_BYTES, most_bytes)
+        ):
+            region, nbytes = reads(operand, box), box.size * operand.dtype.itemsize
+            begin(region, nbytes)
+            jobs.append(folder.pool.submit(scan, name, decoder, region, nbytes))
+        while not all(job.done() for job in jobs):
+            folder.pool.progress()
+        decoder.complete()
 
     staging = Staging()
-    for block in blocks:
-        name = block.entry.name
-        for decoder, operand, boxes in scans.pop(name, ()):
-            jobs = [
-                folder.pool.submit(scan, name, decoder, box.start[0], begun(operand, box, 0))
-                for box in boxes
-            ]
-            while not all(job.done() for job in jobs):
-                folder.pool.progress()
-            decoder.complete()
-        nbytes = block.box.size * block.entry.dtype.numpy.itemsize  # unpacked
-        reads = begun(mapped.expressions[name], block.box, nbytes)
-        folder.pool.submit(write, block, reads, staging.take(nbytes))
+    for file, of_file in zip(files, tensors, strict=True):
+        for entry in of_file:
+            expr, start = mapped.expressions[entry.name], entry.start
+            for operand, decoder in unseen_inputs(expr.nodes()):
+                scan_all(entry.name, operand, decoder)
+            for region in _mapped_rows(expr, entry, most_bytes, reads):
+                block = _TensorRows(file, entry, region.box, start)
+                start += block.nbytes
+                nbytes = region.box.size * entry.dtype.numpy.itemsize  # unpacked
+                begin(region, nbytes)
+                folder.expect(file, 1)
+                folder.pool.submit(write, block, region, staging.take(nbytes))
+            for place in places[entry.name]:
+                values.end_use(place)
+        folder.pool.submit(folder.written, file)
     folder.pool.join()
 
 
-def _mapped_blocks(
-    file: OpenFile, mapped: MappedTensors, budget_bytes: int
-) -> Iterator[_TensorRows]:
-    """Yields rows of tensors, so many that threads share a large one, or a whole one."""
-    for entry in file.plan.layout.tensors:
-        expr = mapped.expressions[entry.name]
-        if entry.nbytes:
-            start = entry.start
-            most = _most_mapped_bytes(expr, entry.nbytes, budget_bytes)
-            for box in row_blocks(expr.shape, entry.dtype.bits, most, entry.dtype.group):
-                block = _TensorRows(file, entry, box, start)
-                yield block
-                start += block.nbytes
-
-
-def _most_mapped_bytes(expr: BoundExpr, nbytes: int, budget_bytes: int) -> int:
-    """Return the bytes of a tensor's blocks, of one shape if its rows allow it."""
-    nodes = [*expr.nodes()]
-    needed = nbytes
+def _mapped_rows(
+    expr: BoundExpr,
+    entry: TensorEntry,
+    budget_bytes: int,
+    reads: Callable[[BoundExpr, Box], _MappedReads],
+) -> Iterator[_MappedReads]:
+    """Yields rows of a tensor, so few that threads share a large one, where rows can be alone."""
+    most = max(_SMALL_BYTES, min(_ROWS_BYTES, budget_bytes // (2 * _BLOCKS_IN_FLIGHT)))
+    nodes, needed = [*expr.nodes()], entry.nbytes
     if any(isinstance(node, Decoded) for node in nodes):
         needed = bytes_by_rows(nodes)
-        if not needed:
-            return nbytes
-    most = max(_SMALL_BYTES, min(_ROWS_BYTES, budget_bytes // (2 * _BLOCKS_IN_FLIGHT)))
+    while True:
+        most_bytes = _even_rows_bytes(expr, entry.nbytes, needed, most) if needed else entry.nbytes
+        boxes = row_blocks(expr.shape, entry.dtype.bits, most_bytes, entry.dtype.group)
+        first = reads(expr, next(boxes))
+        if first.views * _LEAST_VIEW_BYTES <= most or most_bytes >= entry.nbytes:
+            yield first
+            yield from (reads(expr, box) for box in boxes)
+            return
+        most = first.views * _LEAST_VIEW_BYTES
+
+
+def _even_rows_bytes(expr: BoundExpr, nbytes: int, needed: int, most: int) -> int:
+    """Return the bytes of blocks made of up to `most` bytes; of one shape where rows allow it.
+
+    XLA compiles a program for each shape that is copied from a device.
+    """
     count = -(-needed // most)
     rows = expr.shape[0] if expr.shape else 1
     count = next((n for n in range(count, min(2 * count, rows + 1)) if rows % n == 0), count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import threading
 import weakref
@@ -24,6 +25,7 @@ from orbax_safetensors_layout.sharding import box_of
 Place = tuple[int, int]  # the number of a leaf, and that of one of its boxes
 
 _SLABS = 4  # that fit the budget together: some are written while the next come
+_SCATTERED = 2  # times as many elements as are needed lie between them: all are copied, once
 _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
 
 
@@ -84,7 +86,8 @@ class HostValues:
         self._numbers: dict[tuple[Sharding, tuple[int, ...]], dict[Box, int]] = {}
         self._captured: dict[tuple[int, tuple[int, ...]], _Captured] = {}
         self._lock = threading.Lock()
-        self._left = 0
+        self._whole: dict[tuple[int, tuple[int, ...]], _Captured] = {}  # contiguous boxes
+        self._left = 0  # uses to come of what was not captured, and its copies on their way
         self._uses: Counter[tuple[int, tuple[int, ...]]] = Counter()  # to come, of leaf and members
         self._all_captured = threading.Event()
         self._copies = False  # of numpy arrays, which the caller may overwrite
@@ -140,14 +143,17 @@ class HostValues:
 
     def begin(self, part: FilePart) -> PendingShards:
         """Begins to copy a part's members to the host; `wait` waits for them."""
+        pending = self.begin_region(part)
+        self._end_use((part.leaf, part.tile.members))
+        return pending
+
+    def begin_region(self, part: FilePart) -> PendingShards:
+        """The same of a `region`, of which others may follow until `end_use`."""
         key = part.leaf, part.tile.members
-        captured = self._captured.get(key)
-        self._uses[key] -= 1
-        if self._uses[key] <= 0:
-            self._captured.pop(key, None)
+        captured = self._whole.get(key) or self._captured.get(key)
         if captured is None:
-            arrays = self._begin(part) if part.tile.box.size else ()
-            return PendingShards(arrays, is_captured=False)
+            self._count(1)
+            return PendingShards(self._begin(part), is_captured=False)
         boxes = [self._leaves[part.leaf].held.boxes[number] for number in part.tile.members]
         parts = [*map(_common, captured.members, boxes, itertools.repeat(part.tile.box))]
         return PendingShards(parts, is_captured=True)
@@ -155,12 +161,31 @@ class HostValues:
     def wait(self, pending: PendingShards) -> list[np.ndarray]:
         members = [np.asarray(array) for array in pending.arrays]
         if not pending.is_captured:
-            self._count_captured()
+            self._count(-1)
         return members
 
-    def _count_captured(self) -> None:
+    def hold(self, uses: Mapping[Place, int]) -> None:
+        """Has boxes stay on the host, if they are there, until `end_use` for each of their uses."""
+        self._uses.update({(leaf, (held,)): count for (leaf, held), count in uses.items()})
         with self._lock:
-            self._left -= 1
+            self._left = sum(n for key, n in self._uses.items() if key not in self._captured)
+        self._count(0)
+
+    def end_use(self, place: Place) -> None:
+        leaf, held = place
+        self._end_use((leaf, (held,)))
+
+    def _end_use(self, key: tuple[int, tuple[int, ...]]) -> None:
+        self._uses[key] -= 1
+        if key not in self._captured:
+            self._count(-1)
+        if self._uses[key] <= 0:
+            self._captured.pop(key, None)
+            self._whole.pop(key, None)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._left += change
             if not self._left:
                 self._all_captured.set()
 
@@ -176,6 +201,11 @@ class HostValues:
         if _on_host(value):
             return [*map(_common, map(np.asarray, shards), boxes, itertools.repeat(region))]
         if part.tile.member_shape != shards[0].shape:
+            if _is_pinned(value):  # which numpy cuts faster than XLA; the caller may delete it
+                return [
+                    _common(np.asarray(s), b, region).copy()
+                    for s, b in zip(shards, boxes, strict=True)
+                ]
             return _to_host([_region(s, b, region) for s, b in zip(shards, boxes, strict=True)])
         copies = [_host_copies.find(value, numbers[box]) for box in boxes]
         missing = [n for n, copy in enumerate(copies) if copy is None]
@@ -199,33 +229,31 @@ class HostValues:
             self._numbers[key] = numbers  # complete: other threads ask, too
         return self._numbers[key]
 
-    def hold(self, uses: Mapping[Place, int]) -> None:
-        """Has the boxes that are captured stay until `begin` was called so often for each."""
-        self._uses.update({(leaf, (held,)): count for (leaf, held), count in uses.items()})
-        self._left = sum(n for key, n in self._uses.items() if key not in self._captured)
-        if not self._left:
-            self._all_captured.set()
-
-    def part(self, leaf: int, held: int, views: Sequence[AffineView] | None = None) -> FilePart:
-        """Return a box, by its number among those of all processes, as a part of no file.
-
-        If it has to be copied, it is only the region of the box that `views` have elements of.
-        """
+    def box(self, place: Place) -> FilePart:
+        """Return a box as a part of no file."""
+        leaf, held = place
         box = self._leaves[leaf].held.boxes[held]
-        part = FilePart(leaf, Tile.alone(box, held), self._leaves[leaf].tensor.dtype, 0, 0)
-        if views is None or self._is_there(part):
-            return part
-        nothing = Box.whole((0,) * len(box.shape))
-        regions = [view.region_in(box.shape) for view in views] or [nothing]
-        region = functools.reduce(Box.joined, regions).shifted(box.start)
-        return part._replace(tile=Tile.alone(region, held))
+        return FilePart(leaf, Tile.alone(box, held), self._leaves[leaf].tensor.dtype, 0, 0)
 
-    def copied_bytes(self, part: FilePart) -> int:
-        """Return the host memory of contiguous values of such a part, beyond what is there."""
+    def region(self, place: Place, views: Sequence[AffineView]) -> tuple[FilePart, int]:
+        """Return the region of a box that views have elements of, as a part of no file.
+
+        Of what need not be copied it is all. If their elements are scattered, all is copied now.
+        Beside it are the bytes that contiguous values of it take on the host, beyond what is there.
+        """
+        part = self.box(place)
+        box = part.tile.box
         if self._is_there(part):
-            return 0
-        nbytes = part.tile.box.size * self._leaves[part.leaf].values.itemsize
-        return max(self.held_bytes(part), nbytes)
+            return part, 0
+        regions = [view.region_in(box.shape) for view in views]
+        region = functools.reduce(Box.joined, regions).shifted(box.start)
+        if region.size > _SCATTERED * sum(math.prod(view.shape) for view in views):
+            members = [*map(np.ascontiguousarray, self.wait(self.begin_region(part)))]
+            self._whole[part.leaf, part.tile.members] = _Captured(members)
+            return part, 0
+        part = part._replace(tile=Tile.alone(region, part.tile.members[0]))
+        nbytes = region.size * self._leaves[part.leaf].values.itemsize
+        return part, max(self.held_bytes(part), nbytes)
 
     def view_in(self, part: FilePart, view: AffineView) -> AffineView:
         """Return a view of a box as one of such a part of it."""
@@ -234,12 +262,15 @@ class HostValues:
         return view if region == box else view.within(box.shape, region.within(box))
 
     def _is_there(self, part: FilePart) -> bool:
-        """Whether contiguous values of a box are on the host."""
-        if (part.leaf, part.tile.members) in self._captured or not part.tile.box.size:
-            return True
-        if self.held_bytes(part):
+        """Whether contiguous values of a box are on the host; for all of its uses, if so."""
+        key = part.leaf, part.tile.members
+        there = self._whole.get(key) or self._captured.get(key)
+        if there is None and not self.held_bytes(part):
+            there = _Captured([*map(np.asarray, self._begin(part))])
+        if there is None or not all(values.flags.c_contiguous for values in there.members):
             return False
-        return all(np.asarray(values).flags.c_contiguous for values in self._begin(part))
+        self._whole[key] = there
+        return True
 
     def capture(self, parts: Sequence[FilePart], budget_bytes: int | None) -> None:
         """Brings members of all `parts` to the host now, in order, as far as a budget allows."""

@@ -36,6 +36,7 @@ from orbax_safetensors_layout.mapping import (
     stack,
     tensor,
 )
+from orbax_safetensors_layout.mapping.inverse.inverse_patches import Patch
 from orbax_safetensors_layout.mapping.inverse.invert import invert
 
 F32 = np.dtype(np.float32)
@@ -600,3 +601,18 @@ def test_empty_tensors():
         name: shape for name, (shape, _) in files.items()
     }
     assert back.expressions["x"].pull_back(Box((0, 0), (0, 2))) == ()
+
+
+def test_equal_steps_among_many_rows_cost_no_more(monkeypatch):
+    """Three equally spaced rows, which are one patch, and thousands of others between them."""
+    rows = np.random.default_rng(0).permutation(4096)
+    order = [0, 2000, 4000, *(int(row) for row in rows if row not in (0, 2000, 4000))]
+    calls, restrict = [], Patch.restrict
+    monkeypatch.setattr(
+        Patch, "restrict", lambda *args, **how: calls.append(1) or restrict(*args, **how)
+    )
+    mapping = Mapping([rule("leaf", tensor("x").take(0, order))])
+    bound = mapping.inverse().bind({"leaf": ((4096, 2), np.dtype("int32"))}).expressions["x"]
+    assert len(calls) < 10 * 4096
+    values = np.arange(8192, dtype=np.int32).reshape(4096, 2)
+    assert (evaluate(bound, {"leaf": values[order]}) == values).all()

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp0
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from checkpoints import assert_same_bits, random_tensor
+from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 from limits import full_disk
 from meshes import place
@@ -29,6 +30,7 @@ from saved_files import assert_saved
 from saving import opened
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout import tensor
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.runtime import allocate
 from orbax_safetensors_layout.writing import host
@@ -289,7 +291,7 @@ def test_a_mapped_save_copies_what_it_writes_next(tmp_path, monkeypatch, axis, s
     """All once, whatever the leaf's size and the axis that its layers are along."""
     layers = [np.full((256, 128), n, np.float32) for n in range(16)]
     leaf = place(np.stack(layers, axis), spec)
-    expr = osl.stack(osl.tensor("model.{layer}").transpose(1, 0), over="layer", axis=axis)
+    expr = osl.stack(tensor("model.{layer}").transpose(1, 0), over="layer", axis=axis)
     copies = HostCopies(monkeypatch)
     options = osl.WriteOptions(memory_budget_bytes=4 * layers[0].nbytes, concurrency=1)
     mapping = osl.Mapping([osl.rule("x", expr)])
@@ -298,6 +300,76 @@ def test_a_mapped_save_copies_what_it_writes_next(tmp_path, monkeypatch, axis, s
     assert 0 < copies.most_bytes <= 2 * layers[0].nbytes
     for name, value in opened(tmp_path / "a").items():
         assert_same_bits(value, layers[int(name.removeprefix("model."))].T)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """The bytes of each copy from devices."""
+    nbytes, to_host = [], host._to_host
+
+    def recorded(shards):
+        nbytes.extend(shard.nbytes for shard in shards)
+        return to_host(shards)
+
+    monkeypatch.setattr(host, "_to_host", recorded)
+    return nbytes
+
+
+SCATTERED = {
+    "heads": (tensor("f").rearrange("(m k) e -> (k m) e", k=3), (3 << 10, 256)),
+    "last axis": (osl.stack(tensor("t.{n}"), over="n", axis=2), (64, 256, 16)),
+    "rows": (tensor("t").take(0, np.random.default_rng(0).permutation(4096).tolist()), (4096, 64)),
+}
+
+
+@pytest.mark.parametrize("case", SCATTERED)
+def test_a_leaf_of_which_rows_take_scattered_elements_is_copied_once(tmp_path, copied, case):
+    expr, shape = SCATTERED[case]
+    values = np.random.default_rng(1).random(shape, np.float32)
+    mapping = osl.Mapping([osl.rule("x", expr)])
+    options = osl.WriteOptions(memory_budget_bytes=1 << 16)
+    osl.save(tmp_path / "a", {"x": place(values, P())}, mapping=mapping, options=options)
+    assert sum(copied) == values.nbytes
+    assert_same_bits(np.asarray(osl.load(tmp_path / "a", mapping=mapping)["x"]), values)
+
+
+def test_shards_are_looked_at_for_the_rows_that_they_have(tmp_path, monkeypatch):
+    """Of 64 leaves of 8 shards that one tensor is made of, in blocks of 32 KiB."""
+    tree = {f"e{n}": place(np.full((32, 64), n, np.float32), P("x")) for n in range(64)}
+    rules = [
+        osl.rule(f"e{n}", tensor("experts").slice(0, n, n + 1).reshape(32, 64)) for n in range(64)
+    ]
+    begun, begin = [], host.HostValues.begin_region
+    monkeypatch.setattr(
+        host.HostValues, "begin_region", lambda self, part: begun.append(part) or begin(self, part)
+    )
+    options = osl.WriteOptions(memory_budget_bytes=1 << 16)
+    osl.save(tmp_path / "a", tree, mapping=osl.Mapping(rules), options=options)
+    assert len(begun) <= 2 * 64 * 8
+    stored = opened(tmp_path / "a")["experts"]
+    assert (stored == np.arange(64)[:, None, None]).all()
+
+
+def test_weights_with_a_factor_are_scanned_once(tmp_path, copied):
+    weight = place(np.random.default_rng(0).random((256, 64), np.float32), P("x"))
+    options = osl.WriteOptions(
+        memory_budget_bytes=1 << 14, quantize=osl.Quantization("nvfp4"), dtype="bfloat16"
+    )
+    osl.save(tmp_path / "a", {"q_proj.weight": weight}, options=options)
+    assert sum(copied) == 3 * weight.nbytes  # for the factor, the scales and the values
+
+
+def test_a_layout_of_columns_is_copied_by_the_rows_that_are_written(tmp_path, monkeypatch):
+    monkeypatch.undo()  # to arrays on the host
+    values = np.random.default_rng(0).random((512, 256), np.float32)
+    columns = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    copies = HostCopies(monkeypatch)
+    write = osl.WriteOptions(memory_budget_bytes=1 << 17)
+    mapping = osl.Mapping([osl.rule("x", tensor("y").transpose())])
+    with osl.context("state"), osl.using(mapping=mapping, write=write):
+        ocp.save_async(tmp_path / "a", {"x": jax.device_put(values, columns)}).result()
+    assert copies.nbytes == values.nbytes
+    assert_same_bits(opened(tmp_path / "a" / "state")["y"], values.T)
 
 
 @pytest.mark.parametrize("budget", [1 << 16, 1 << 20, None])
@@ -320,12 +392,12 @@ def test_what_mappings_and_formats_compute_is_that_of_arrays_on_the_host(
     }
     tree = {name: place(value, specs.get(name, P())) for name, value in values.items()}
     rules = [
-        osl.rule("e", osl.tensor("embed.weight")),
-        osl.rule("head", osl.tensor("embed.weight").transpose(), tied_to="e"),
-        osl.rule("q", osl.stack(osl.tensor("l.{n}.q_proj.weight").transpose(), over="n", axis=0)),
-        osl.rule("gu", osl.tensor("gate_up_proj.weight").rearrange("(k m) e -> k e m", k=2)),
-        osl.rule("n", osl.stack(osl.tensor("l.{n}.norm.weight"), over="n", axis=0)),
-        osl.rule("i", osl.tensor("i").transpose()),
+        osl.rule("e", tensor("embed.weight")),
+        osl.rule("head", tensor("embed.weight").transpose(), tied_to="e"),
+        osl.rule("q", osl.stack(tensor("l.{n}.q_proj.weight").transpose(), over="n", axis=0)),
+        osl.rule("gu", tensor("gate_up_proj.weight").rearrange("(k m) e -> k e m", k=2)),
+        osl.rule("n", osl.stack(tensor("l.{n}.norm.weight"), over="n", axis=0)),
+        osl.rule("i", tensor("i").transpose()),
     ]
     mapping = osl.Mapping(rules)
     quantize = None if asynchronous else osl.Quantization("nvfp4")
@@ -350,7 +422,7 @@ def test_what_mappings_and_formats_compute_is_that_of_arrays_on_the_host(
 def test_the_caller_goes_on_when_the_last_leaf_of_a_mapped_save_is_on_the_host(tmp_path):
     """Files of it are still to be written then."""
     may_end = threading.Event()
-    mapping = osl.Mapping([osl.rule("{x}", osl.tensor("model.{x}"))])
+    mapping = osl.Mapping([osl.rule("{x}", tensor("model.{x}"))])
 
     def pause(progress):
         assert progress.done_bytes < progress.total_bytes or may_end.wait(20)

@@ -11,6 +11,7 @@ each factor a patch has equally spaced indices. `assemble` joins patches to the 
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import operator
@@ -137,7 +138,7 @@ def _cut(extents: tuple[int, ...], patches: Sequence[Patch]) -> BoundExpr:
         cuts = [*itertools.pairwise(sorted(ends))]
         longest = max(stop - start for start, stop in cuts)
         if longest < extent and (period == 1 or 2 * longest <= extent):
-            stretches = [_within(axis, *cut, patches) for cut in cuts]
+            stretches = [*_cut_at(axis, cuts, patches)]
             if not all(stretch.patches for stretch in stretches):
                 break
             return _concatenated(axis, extents, stretches)
@@ -168,6 +169,19 @@ def _stretches(axis: int, patches: Sequence[Patch]) -> list[_Stretch]:
         else:
             groups.append(_Stretch(start, stop, [patch]))
     return groups if len(groups) == 1 else [_within(axis, *group) for group in groups]
+
+
+def _cut_at(
+    axis: int, cuts: Iterable[tuple[int, int]], patches: Iterable[Patch]
+) -> Iterator[_Stretch]:
+    """Yields the patches in each of successive ranges, of which most may be of few."""
+    coming = collections.deque(sorted(patches, key=lambda patch: patch.factors[axis].start))
+    active: list[Patch] = []
+    for start, stop in cuts:
+        while coming and coming[0].factors[axis].start < stop:
+            active.append(coming.popleft())
+        active = [patch for patch in active if patch.factors[axis].stop > start]
+        yield _within(axis, start, stop, active)
 
 
 def _within(axis: int, start: int, stop: int, patches: Iterable[Patch]) -> _Stretch:

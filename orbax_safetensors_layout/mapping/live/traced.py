@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -166,11 +167,15 @@ def _moves_of(
 
 
 def _with_operands(node: BoundExpr, replaced: Callable[[BoundExpr], BoundExpr]) -> BoundExpr:
+    """Return a node over others; the same, whose values are computed once, if these are."""
+    before = node.children()
+    after = tuple(map(replaced, before))
+    if all(map(operator.is_, before, after)):
+        return node
     if isinstance(node, Unary):
-        return dataclasses.replace(node, operand=replaced(node.operand))
-    if isinstance(node, Decoded | Stacked | Concatenated):
-        return dataclasses.replace(node, operands=tuple(map(replaced, node.operands)))
-    return node
+        return dataclasses.replace(node, operand=after[0])
+    assert isinstance(node, Decoded | Stacked | Concatenated)
+    return dataclasses.replace(node, operands=after)
 
 
 def _reorders(node: BoundExpr) -> bool:
