@@ -175,13 +175,14 @@ def _cut_at(
     axis: int, cuts: Iterable[tuple[int, int]], patches: Iterable[Patch]
 ) -> Iterator[_Stretch]:
     """Yields the patches in each of successive ranges, of which most may be of few."""
-    coming = collections.deque(sorted(patches, key=lambda patch: patch.factors[axis].start))
-    active: list[Patch] = []
+    in_order = sorted(enumerate(patches), key=lambda item: item[1].factors[axis].start)
+    coming, active = collections.deque(in_order), dict[int, Patch]()
     for start, stop in cuts:
-        while coming and coming[0].factors[axis].start < stop:
-            active.append(coming.popleft())
-        active = [patch for patch in active if patch.factors[axis].stop > start]
-        yield _within(axis, start, stop, active)
+        while coming and coming[0][1].factors[axis].start < stop:
+            number, patch = coming.popleft()
+            active[number] = patch
+        active = {n: patch for n, patch in active.items() if patch.factors[axis].stop > start}
+        yield _within(axis, start, stop, (active[number] for number in sorted(active)))
 
 
 def _within(axis: int, start: int, stop: int, patches: Iterable[Patch]) -> _Stretch:
