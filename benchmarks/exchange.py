@@ -32,7 +32,6 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
-from exchange_child import LARGEST
 
 HERE = Path(__file__).resolve().parent
 CASES = [
@@ -50,6 +49,8 @@ STORAGES = {"local": None, "far": (0.02, 4e6), "slow": (0.05, 1e6)}
 """Latency in seconds, and bytes a second of a stream."""
 LOCAL_TIMES, MORE_LOCAL_TIMES = 20, {"2d": 40, "dim0": 60}
 """Of the bytes, on local files: a load should take some tenths of a second there, too."""
+WIDTH, LOCAL_WIDTH = 1024, 2048
+"""Of the layers: tensors of some megabytes, and on local files of ten, as in larger models."""
 MOST_TINY = 8000
 STREAMS = 8
 MOST = 1.05
@@ -62,18 +63,18 @@ Times = dict[str, list[float]]
 """Of each choice the seconds, and under `<choice> bytes` what all processes read."""
 
 
-def make(folder: Path, megabytes: float) -> None:
+def make(folder: Path, megabytes: float, width: int) -> None:
     """Makes the checkpoints that are missing: one of layers, and one of tiny tensors."""
     rng = np.random.default_rng(0)
-    layers = max(1, round(megabytes * 1e6 / (2 * 3.5 * LARGEST * 1024)))
+    layers = max(1, round(megabytes * 1e6 / (14 * width**2)))
     shapes = {
         f"layers.{layer}.{name}": shape
         for layer in range(layers)
         for name, shape in {
-            "up": (LARGEST, 1024),
-            "down": (1024, LARGEST),
-            "out": (1024, 1024),
-            "norm": (1024,),
+            "up": (2 * width, width),
+            "down": (width, 2 * width),
+            "out": (width, width),
+            "norm": (width,),
         }.items()
     }
     small = {
@@ -118,7 +119,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, Times]]:
             continue
         sizes = {case: options.megabytes * _times(storage, case) for case in cases}
         for megabytes in {*sizes.values()}:
-            make(options.dir, megabytes)
+            make(options.dir, megabytes, LOCAL_WIDTH if storage == "local" else WIDTH)
         server = None
         where, reading = f"{options.dir}", {}
         if rate is not None:

@@ -14,8 +14,6 @@ import sys
 import time
 from typing import Any
 
-LARGEST = 2048
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -53,7 +51,7 @@ def specs(case: str) -> Any:
             "partly-columns": (None, "fsdp") if matrix else (),
             "2d": ("data", "fsdp") if matrix else (),
             "mapped": (both,) if matrix else (),
-            "mixed": (both,) if matrix and shape[0] >= LARGEST else (None, both) * matrix,
+            "mixed": (both,) if matrix and shape[0] > shape[1] else (None, both) * matrix,
         }[case]
 
     return spec
