@@ -47,8 +47,8 @@ CASES = [
 ]
 STORAGES = {"local": None, "far": (0.02, 4e6), "slow": (0.05, 1e6)}
 """Latency in seconds, and bytes a second of a stream."""
-LOCAL_TIMES, MORE_LOCAL_TIMES = 20, {"2d": 40, "dim0": 60}
-"""Of the bytes, on local files: a load should take some tenths of a second there, too."""
+LOCAL_TIMES, OTHER_LOCAL_TIMES = 40, {"replicated": 20, "partly": 60, "dim0": 100}
+"""Of the bytes, on local files: a load should take half a second there, too, and fit in memory."""
 WIDTH, LOCAL_WIDTH = 1024, 2048
 """Of the layers: tensors of some megabytes, and on local files of ten, as in larger models."""
 MOST_TINY = 8000
@@ -202,7 +202,7 @@ def _error(times: Times, choices: list[str]) -> float:
 def _times(storage: str, case: str) -> int:
     if storage != "local":
         return 1
-    return MORE_LOCAL_TIMES.get(case, LOCAL_TIMES)
+    return OTHER_LOCAL_TIMES.get(case, LOCAL_TIMES)
 
 
 def _chosen(options: argparse.Namespace, name: str) -> bool:
