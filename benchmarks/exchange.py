@@ -55,8 +55,11 @@ MOST_TINY = 8000
 STREAMS = 8
 MOST = 1.05
 LEAST_CASES = 20
-TURNS, FAR_SLOWER = (0, 2, 8, 20, 38), 1.5
-"""In all, after which some choices and cases may be left out; new processes go on with the rest."""
+TURNS, LOCAL_TURNS, FAR_SLOWER = (0, 2, 8, 20, 38), (0, 2, 20, 38), 1.5
+"""In all, after which some choices and cases may be left out; new processes go on with the rest.
+
+A few turns of loads of local files tell more of the machine than of them.
+"""
 MOST_ERROR = 0.015  # a standard error, relative
 
 Times = dict[str, list[float]]
@@ -137,7 +140,8 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, Times]]:
                 times: dict[str, Times] = {case: collections.defaultdict(list) for case in cases}
 
                 chosen = dict.fromkeys(cases, options.choices)
-                bounds = sorted(min(turns, options.repeat) for turns in TURNS)
+                most = LOCAL_TURNS if rate is None else TURNS
+                bounds = sorted(min(turns, options.repeat) for turns in most)
                 for numbers in itertools.starmap(range, itertools.pairwise(bounds)):
                     loads = []
                     for case, choices in chosen.items():
