@@ -27,8 +27,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -45,21 +46,33 @@ CASES = [
     "dim0",
     "tiny",
 ]
-STORAGES = {"local": None, "far": (0.02, 4e6), "slow": (0.05, 1e6)}
-"""Latency in seconds, and bytes a second of a stream."""
-LOCAL_TIMES, OTHER_LOCAL_TIMES = 40, {"replicated": 20, "partly": 60, "dim0": 100}
-"""Of the bytes, on local files: a load should take half a second there, too, and fit in memory."""
-WIDTH, LOCAL_WIDTH = 1024, 2048
-"""Of the layers: tensors of some megabytes, and on local files of ten, as in larger models."""
+
+
+class Storage(NamedTuple):
+    """Where files are, and what of them is loaded so that a load takes half a second or more.
+
+    Attributes:
+        rate: Latency in seconds, and bytes a second of a stream; None for local files.
+        width: Of the layers: tensors of some megabytes, or of ten, as in larger models.
+        times: Of `--megabytes`; for single cases another number, so that loads fit in memory.
+        turns: In all, after which some choices and cases may be left out; new processes go on with
+            the rest. A few turns of local files tell more of the machine than of the loads.
+    """
+
+    rate: tuple[float, float] | None
+    width: int = 1024
+    times: int = 1
+    other_times: Mapping[str, int] = {}
+    turns: tuple[int, ...] = (0, 2, 8, 20, 38)
+
+
+LOCAL = Storage(None, 2048, 40, {"replicated": 20, "partly": 60, "dim0": 100}, (0, 2, 20, 38))
+STORAGES = {"local": LOCAL, "far": Storage((0.02, 4e6)), "slow": Storage((0.05, 1e6))}
 MOST_TINY = 8000
 STREAMS = 8
 MOST = 1.05
 LEAST_CASES = 20
-TURNS, LOCAL_TURNS, FAR_SLOWER = (0, 2, 8, 20, 38), (0, 2, 20, 38), 1.5
-"""In all, after which some choices and cases may be left out; new processes go on with the rest.
-
-A few turns of loads of local files tell more of the machine than of them.
-"""
+FIRST_TURNS, FAR_SLOWER = 2, 1.5
 MOST_ERROR = 0.015  # a standard error, relative
 
 Times = dict[str, list[float]]
@@ -69,7 +82,7 @@ Times = dict[str, list[float]]
 def make(folder: Path, megabytes: float, width: int) -> None:
     """Makes the checkpoints that are missing: one of layers, and one of tiny tensors."""
     rng = np.random.default_rng(0)
-    layers = max(1, round(megabytes * 1e6 / (14 * width**2)))
+    layers = max(1, round(megabytes * 1e6 / (10 * width**2)))
     shapes = {
         f"layers.{layer}.{name}": shape
         for layer in range(layers)
@@ -81,7 +94,7 @@ def make(folder: Path, megabytes: float, width: int) -> None:
         }.items()
     }
     small = {
-        f"layers.{number}.bias": (1024,) for number in range(min(MOST_TINY, round(33 * megabytes)))
+        f"layers.{number}.bias": (1024,) for number in range(min(MOST_TINY, round(46 * megabytes)))
     }
     for name, tensors in {"layers": shapes, "tiny": small}.items():
         file = folder / f"{name}-{megabytes:g}" / "model.safetensors"
@@ -116,13 +129,13 @@ def run(
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, Times]]:
     """For each case the seconds of each choice, and the bytes read over the checkpoint's."""
-    for storage, rate in STORAGES.items():
+    for storage, (rate, width, usual_times, other_times, most_turns) in STORAGES.items():
         cases = [case for case in CASES if _chosen(options, f"{storage}:{case}")]
         if not cases:
             continue
-        sizes = {case: options.megabytes * _times(storage, case) for case in cases}
+        sizes = {c: options.megabytes * other_times.get(c, usual_times) for c in cases}
         for megabytes in {*sizes.values()}:
-            make(options.dir, megabytes, LOCAL_WIDTH if storage == "local" else WIDTH)
+            make(options.dir, megabytes, width)
         server = None
         where, reading = f"{options.dir}", {}
         if rate is not None:
@@ -140,8 +153,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, Times]]:
                 times: dict[str, Times] = {case: collections.defaultdict(list) for case in cases}
 
                 chosen = dict.fromkeys(cases, options.choices)
-                most = LOCAL_TURNS if rate is None else TURNS
-                bounds = sorted(min(turns, options.repeat) for turns in most)
+                bounds = sorted(min(turns, options.repeat) for turns in most_turns)
                 for numbers in itertools.starmap(range, itertools.pairwise(bounds)):
                     loads = []
                     for case, choices in chosen.items():
@@ -192,7 +204,7 @@ def _ratio(times: Times, choices: list[str]) -> float:
 
 def _error(times: Times, choices: list[str]) -> float:
     """Return the relative standard error of the ratio of lower quartiles."""
-    if any(len(times[choice]) <= TURNS[1] for choice in choices):
+    if any(len(times[choice]) <= FIRST_TURNS for choice in choices):
         return math.inf
     rng = np.random.default_rng(0)
     variance = 0.0
@@ -201,12 +213,6 @@ def _error(times: Times, choices: list[str]) -> float:
         quartiles = np.quantile(rng.choice(values, (500, len(values))), 0.25, axis=1)
         variance += (quartiles.std() / quartiles.mean()) ** 2
     return math.sqrt(variance)
-
-
-def _times(storage: str, case: str) -> int:
-    if storage != "local":
-        return 1
-    return OTHER_LOCAL_TIMES.get(case, LOCAL_TIMES)
 
 
 def _chosen(options: argparse.Namespace, name: str) -> bool:
@@ -224,8 +230,8 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="STORAGE[:CASE]")
     parser.add_argument("--choices", nargs="+", default=["each", "read_once", "auto"])
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--repeat", type=int, default=TURNS[-1])
-    parser.add_argument("--megabytes", type=float, default=60)
+    parser.add_argument("--repeat", type=int, default=LOCAL.turns[-1])
+    parser.add_argument("--megabytes", type=float, default=43)
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
