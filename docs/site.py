@@ -1,4 +1,4 @@
-"""Gives the site the pages that are not in `docs/`: the README, the reference and the notebook.
+"""Gives the site the pages that are not in `docs/`: the README, the references and the notebook.
 
 MkDocs runs it as a hook, see mkdocs.yml. Links of a page to files elsewhere in the repository, such
 as examples, lead to copies of these.
@@ -7,8 +7,11 @@ as examples, lead to copies of these.
 from __future__ import annotations
 
 import base64
+import contextlib
 import inspect
+import io
 import json
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,11 +19,15 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli.main import COMMANDS, parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOTEBOOK = "examples/walkthrough.ipynb"
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
-MODULES = {"families": ["mapping"], "peft": ["load", "merge", "save"]}  # what is public in these
+MODULES = {
+    "families": ["mapping"],
+    "peft": ["load", "config", "merge", "save"],
+}  # what is public in these
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 
@@ -30,6 +37,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name in PAGES:
         texts[name] = _moved((REPOSITORY / name).read_text())
     texts["reference.md"] = _reference()
+    texts["commands.md"] = _commands()
     texts[str(Path(NOTEBOOK).with_suffix(".md"))] = _notebook(files, config)
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
@@ -76,6 +84,17 @@ def _reference() -> str:
     for title, parts in sections.items():
         lines += [f"## {title}", "", *parts]
     return "\n".join(lines) + "\n"
+
+
+def _commands() -> str:
+    """Return the page of all commands, as their `--help` shows them."""
+    os.environ["COLUMNS"] = "100"  # of what is shown
+    lines = ["# Commands", "", "What they are for is in [the command line](command_line.md).", ""]
+    for command in COMMANDS:
+        with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+            parser().parse_args([command.name, "--help"])
+        lines += [f"## {command.name}", "", "```text", shown.getvalue().rstrip(), "```", ""]
+    return "\n".join(lines)
 
 
 def _notebook(files: Files, config: Any) -> str:
