@@ -102,8 +102,10 @@ def held(value: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
         result, kept = to_whole(value, dtype)
         return result if kept and value.dtype.kind != "O" else None
     result = rounded(value, dtype)
-    was_finite = value.dtype.kind == "O" or np.isfinite(value)
-    return None if was_finite and not np.isfinite(result) else result
+    if value.dtype.kind == "O":
+        return result if np.isfinite(result) else None
+    is_same_kind = np.isfinite(value) == np.isfinite(result) and np.isnan(value) == np.isnan(result)
+    return result if is_same_kind else None
 
 
 class Subject(NamedTuple):

@@ -187,11 +187,18 @@ def _given(
 ) -> dict[str, list[RuleTarget]]:
     """Return the leaves that the checkpoint has tensors for, each with all rules that match."""
     matches: dict[str, list[RuleTarget]] = {}
-    for rule in sorted(rules, key=lambda rule: rule.expr is None):
-        captured = _captures(rule, specs, matches, problems)
-        named = ((substitute(rule.target, captures), captures) for captures in captured)
-        for target in rule.targets(named):
-            matches.setdefault(target.leaf, []).append(target)
+    ties = [rule for rule in rules if rule.expr is None]
+    left = [*(rule for rule in rules if rule.expr is not None), *ties]
+    while left:
+        later = []
+        for rule in left:
+            captured = [*_captures(rule, specs, matches, problems)]
+            if not captured and rule.expr is None:
+                later.append(rule)  # another rule may make what it is tied to
+            named = ((substitute(rule.target, captures), captures) for captures in captured)
+            for target in rule.targets(named):
+                matches.setdefault(target.leaf, []).append(target)
+        left = later if len(later) < len(left) else []
     return matches
 
 

@@ -186,6 +186,7 @@ class TensorSpecs(dict[str, TensorSpec]):
         for name, (shape, dtype) in shapes.items():
             spec = TensorSpec(tuple(shape), np.dtype(dtype))
             self[name] = kinds.setdefault(spec, spec)
+        self.bound: set[str] = set()  # those of `expressions` that were taken
         self.names = self.keys() if names is None else dict.fromkeys(names).keys()
         self.pieces = pieces or {}
         self.expressions: Mapping[str, BoundExpr] = {}  # of those that another mapping makes

@@ -16,7 +16,7 @@ import os
 import pickle
 import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ from .expr.overlaid import Overlaid
 from .expr.values import Scale
 from .inverse.inference import Extent, InferredTensor
 from .inverse.invert import invert
-from .matching import LeafShapes, Rule, match_rules
-from .names import Shapes, TensorSpec, TensorSpecs, substitute
+from .matching import LeafShapes, Rule, RuleTarget, match_rules
+from .names import NameTree, Shapes, TensorSpec, TensorSpecs, substitute
 from .problems import Problem, mapping_error, problems_of, within
 
 _PLAIN = (type(None), type(...), bool, int, float, complex, str)
@@ -160,22 +160,15 @@ class Mapping:
         ignored = self._ignored if self.strict else None
         if self._source is None:
             return MatchedNames.of(self.rules, TensorSpecs({}, names), leaves, ignored)
-        given = TensorSpecs({}, self._source.leaf_names(names))
+        every = self._source.match(names)
+        given = TensorSpecs({}, every.given())
         matched = MatchedNames.of(self.rules, given, leaves, ignored)
         source = self._source.match(names, dict.fromkeys(matched.taken()))
-        return matched._replace(source=source)
+        return matched._replace(source=source, unmade=[*every.unmade, *every.untaken()])
 
     def leaf_names(self, names: Iterable[str]) -> list[str]:
         """Return the leaves that a checkpoint of tensors `names` gives, or that take no tensor."""
-        if self._source is not None:
-            names = self._source.leaf_names(names)
-        specs = TensorSpecs({}, names)
-        matches = match_rules(self.rules, specs, None)
-        return [
-            target.leaf
-            for target in (*matches.targets, *matches.ambiguous)
-            if not target.patterns or any(target.tensors(specs))
-        ]
+        return self.match(names).given()
 
     def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
         """Return shape and dtype of the leaves that a checkpoint gives, by dotted name."""
@@ -362,6 +355,8 @@ class InverseMapping:
                     inferred[name] = first.join(name, shape)
             except MappingError as error:
                 problems += within(error, f"leaf {leaf!r}", f"rule {rule.target!r}").problems
+        if not problems and files is None and self.mapping.strict:
+            problems += self._absent(targets, NameTree(inferred))
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             refusal = mapping_error("The mapping cannot save", problems, names)
@@ -374,6 +369,18 @@ class InverseMapping:
         # As small as they can be.
         specs = {name: (tuple(n for n, _ in t.shape), t.dtype) for name, t in inferred.items()}
         return TensorSpecs({**specs, **own}, [*own.names, *specs], own.pieces)
+
+    def _absent(self, targets: Sequence[RuleTarget], saved: NameTree) -> Iterator[Problem]:
+        """Yields problems of rules without a leaf, whose tensors no other leaf gives."""
+        used = {id(target.rule) for target in targets}
+        for rule in self.mapping.rules:
+            if id(rule) in used or rule.optional or rule.expr is None or rule.tied_to is not None:
+                continue
+            lost = [name for name in rule.patterns() if next(saved.match(name), None) is None]
+            if lost:
+                text = f"there is no leaf {rule.target!r}, so what is saved would lack {lost[0]!r}"
+                hint = "Give the leaf, or say rule(..., optional=True)."
+                yield Problem(text, f"rule {rule.target!r}", hint=hint)
 
 
 def check_mapping(mapping: object) -> None:

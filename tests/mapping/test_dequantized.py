@@ -253,6 +253,42 @@ def made(case):
     return named, values, config, norm
 
 
+@pytest.mark.parametrize("case", ["gptq 4", "gptq_v2 4", "fp8 blocks"])
+def test_what_is_said_of_the_text_model(tmp_path, case):
+    """`quantization_config` may stand in `text_config`, as transformers reads it there."""
+    case = case if case in CASES else next(name for name in CASES if name.startswith("fp8"))
+    tensors, values, config, norm = made(case)
+    write(tmp_path / "stored", tensors, {}, {"text_config": {"quantization_config": config}})
+    mapping = osl.dequantized(tmp_path / "stored", dtype="float32")
+    name = "model.layers.0.up.weight"
+    osl.convert(tmp_path / "stored", tmp_path / "plain", format="hf", dequantize="float32")
+    (leaf,) = (
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(osl.load(tmp_path / "stored", mapping=mapping))
+        if jax.tree_util.keystr(path, simple=True, separator=".") == name
+    )
+    assert_same_bits(np.asarray(leaf), values)
+    assert_same_bits(osl.load(tmp_path / "plain", only=name)[name], values)
+    said = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "quantization_config" not in json.dumps(said)
+    assert norm.keys() <= osl.metadata(tmp_path / "plain").keys()
+    rotated = {"text_config": {"quantization_config": config | {"transform_config": {"a": 1}}}}
+    write(tmp_path / "rotated", tensors, {}, rotated)
+    with pytest.raises(osl.MappingError, match="rotations"):
+        osl.dequantized(tmp_path / "rotated")
+
+
+def test_a_weight_that_is_called_a_scale_is_kept(tmp_path):
+    """Of Gemma 3n, beside scales of activations, which are none."""
+    tensors, _, config, _ = made("gptq 4")
+    kept, dropped = "model.layers.0.altup.correct_output_scale", "model.layers.0.up.output_scale"
+    tensors |= {kept: floats(8), dropped: floats(1)}
+    write(tmp_path, tensors, config)
+    leaves = osl.dequantized(tmp_path).leaf_facts(tmp_path)
+    assert kept in leaves
+    assert dropped not in leaves
+
+
 def test_rules_say_what_their_values_follow_from(tmp_path):
     """By which hosts see that their configurations of the same tensors differ."""
     said = []

@@ -104,6 +104,30 @@ def test_errors_name_what_the_other_makes(tmp_path):
         osl.Mapping([UP]).over("path")
 
 
+def test_what_neither_takes_is_refused():
+    """Layers beyond those that are stacked, and what the inner mapping makes nothing of."""
+    shapes = {name: (value.shape, value.dtype) for name, value in TENSORS.items()}
+    two = osl.stack(osl.tensor("layers.{i}.up"), over="i", indices=[0, 1])
+    norms = osl.rule("norms", osl.stack(osl.tensor("layers.{i}.norm"), over="i"))
+    mapping = osl.Mapping([osl.rule("up", two), norms]).over(DECODED)
+    with pytest.raises(osl.MappingError, match=r"no rule uses tensor 'layers.2.up'"):
+        mapping.leaf_facts(shapes)
+    whole = osl.Mapping([UP, norms]).over(DECODED)
+    assert whole.leaf_facts(shapes).keys() == {"up.kernel", "norms"}
+    more = shapes | {"head": ((4,), np.dtype(np.float32))}
+    with pytest.raises(osl.MappingError, match=r"no rule uses tensor 'head'"):
+        whole.leaf_facts(more)
+    with pytest.raises(osl.MappingError, match=r"no rule uses tensor 'head'"):
+        osl.Mapping([UP, norms]).over(osl.Mapping(DECODED.rules)).leaf_facts(more)
+    for outer, inner in (
+        (osl.Mapping([UP, norms], ignore=["head"]), DECODED),
+        (osl.Mapping([UP, norms]), osl.Mapping(DECODED.rules, ignore=["head"])),
+        (osl.Mapping([UP, norms]), osl.Mapping(DECODED.rules, strict=False)),
+        (osl.Mapping([UP, norms], strict=False), DECODED),
+    ):
+        assert outer.over(inner).leaf_facts(more).keys() == {"up.kernel", "norms"}
+
+
 def test_mappings_over_others_are_told_apart():
     plain, over = osl.Mapping([UP, NORM]), osl.Mapping([UP, NORM]).over(DECODED)
     other = osl.Mapping([UP, NORM]).over(osl.Mapping(DECODED.rules[:1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -119,6 +120,49 @@ def test_a_tie_without_an_expression_is_the_other_leaf():
         MappingError, match=r"leaf 'head.a' has shape \[9\], but as 'embed.a' gives"
     ):
         Mapping(rules).bind({"e.a": ((2, 3), F32)}, {"head.a": (9,), "embed.a": None})
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_a_tie_to_a_leaf_that_is_tied(tmp_path, order):
+    rules = [rule("a", None, tied_to="b"), rule("b", None, tied_to="c"), rule("c", tensor("e"))]
+    mapping = Mapping([rules[number] for number in order])
+    files = {"e": ((2,), F32)}
+    for leaves in (None, dict.fromkeys("abc"), dict.fromkeys("cba")):
+        bound = mapping.bind(files, leaves)
+        assert bound.leaves.keys() == {"a", "b", "c"}
+        assert {leaf: tie.other for leaf, tie in bound.ties.items()} == {"a": "b", "b": "c"}
+        assert len({id(expr) for expr in bound.expressions.values()}) == 1
+    for changed in "abc":
+        tree = {name: np.full(2, name == changed, F32) for name in "abc"}
+        with pytest.raises(MappingError, match="to which it is tied"):
+            osl.save(tmp_path / "out", tree, mapping=mapping)
+    osl.save(tmp_path / "out", {name: np.ones(2, F32) for name in "abc"}, mapping=mapping)
+    loaded = osl.load(tmp_path / "out", mapping=mapping)
+    assert loaded.keys() == {"a", "b", "c"}
+
+
+def test_leaves_that_are_tied_in_a_circle_are_refused():
+    rules = [rule("a", None, tied_to="b"), rule("b", None, tied_to="a"), rule("c", tensor("e"))]
+    with pytest.raises(MappingError, match="which no rule makes"):
+        Mapping(rules).bind({"e": ((2,), F32)}, dict.fromkeys("abc"))
+
+
+def test_a_save_without_a_leaf_lacks_no_tensor_unasked(tmp_path):
+    tree = {"a": np.ones(2, F32)}
+    first, second = rule("a", tensor("x")), rule("b", tensor("y"))
+    with pytest.raises(MappingError, match=r"there is no leaf 'b', .* would lack 'y'"):
+        osl.save(tmp_path / "out", tree, mapping=Mapping([first, second]))
+    optional = rule("b", tensor("y"), optional=True)
+    osl.save(tmp_path / "out", tree, mapping=Mapping([first, optional]))
+    for others in (
+        [rule("b", tensor("x").transpose())],  # the other leaf gives its tensor
+        [rule("b", None, tied_to="a")],
+        [rule("b", fill((2,), 0, "float32"))],
+    ):
+        osl.save(tmp_path / "out", tree, mapping=Mapping([first, *others]), overwrite=True)
+    layers = rule("layers.{i}", tensor("layers.{i}.w"))
+    with pytest.raises(MappingError, match=r"no leaf 'layers.\{i\}'"):
+        osl.save(tmp_path / "none", tree, mapping=Mapping([first, layers]))
 
 
 KERNELS = [rule("{m}.kernel", tensor("model.{m}.weight")), rule("head.kernel", tensor("lm_head"))]

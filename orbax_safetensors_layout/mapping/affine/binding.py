@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,6 +142,7 @@ class MatchedNames(NamedTuple):
     matches: Matches
     ignored: Sequence[re.Pattern[str]] | None
     source: MatchedNames | None = None  # what another mapping makes the tensors of, if one does
+    unmade: Sequence[str] = ()  # of the checkpoint: what that one takes for no tensor, nor ignores
 
     @classmethod
     def of(
@@ -158,6 +159,23 @@ class MatchedNames(NamedTuple):
         taken = (name for target in self.matches.targets for name in target.tensors(self.names))
         return list(dict.fromkeys(taken))
 
+    def given(self) -> list[str]:
+        """Return the leaves that the checkpoint gives, or that take no tensor."""
+        return [
+            target.leaf
+            for target in (*self.matches.targets, *self.matches.ambiguous)
+            if not target.patterns or any(target.tensors(self.names))
+        ]
+
+    def untaken(self) -> list[str]:
+        """Return the tensors that no leaf takes and that are not ignored, if that is checked."""
+        if self.ignored is None:
+            return []
+        targets = (*self.matches.targets, *self.matches.ambiguous)
+        taken = {name for target in targets for name in target.tensors(self.names)}
+        left = (name for name in self.names.names if name not in taken)
+        return [name for name in left if not any(p.fullmatch(name) for p in self.ignored)]
+
     def needs(self) -> list[str]:
         """Return the tensors of the checkpoint whose shapes `bind` takes."""
         return self.taken() if self.source is None else self.source.needs()
@@ -173,7 +191,7 @@ class MatchedNames(NamedTuple):
     def binder(self, specs: TensorSpecs) -> Binder:
         if self.source is not None:
             specs = self.names.made_of(self.source.binder(specs).bind(None).expressions)
-        return Binder(self.rules, specs, self.leaves, self.matches)
+        return Binder(self.rules, specs, self.leaves, self.matches, unmade=self.unmade)
 
     def bind(self, entries: Mapping[str, TensorEntry], pieces: Pieces | None) -> BoundMapping:
         """Return each leaf as an expression over tensors; `pieces` are of those in pieces."""
@@ -189,6 +207,7 @@ class Binder:
     leaves: LeafShapes | None
     matches: Matches | None = None  # if known
     used: set[str] = dataclasses.field(default_factory=set)  # tensors that leaves take
+    unmade: Sequence[str] = ()  # of the checkpoint, which another mapping makes no tensors of
     _problems: list[Problem] = dataclasses.field(default_factory=list)
     _missing: dict[str, None] = dataclasses.field(default_factory=dict)
     _models: dict[object, ExprModel] = dataclasses.field(default_factory=dict)
@@ -208,7 +227,8 @@ class Binder:
             self.used.update(target.tensors(self.specs))
         ties = self._tie(targets, bound, notes)
         if ignored is not None:
-            self._check_unused(ignored)
+            self._check_unused([n for n in self.specs.names if n not in self.used], ignored)
+            self._check_unused(self.unmade, ignored)
         if self._problems:
             names = {
                 "file": tuple(self.specs.names),
@@ -227,10 +247,7 @@ class Binder:
         """Return the ties; tied leaves without an expression, or with an equal one, share it."""
         leaves = {target.leaf for target in targets}
         ties: dict[str, Tie] = {}
-        for leaf, rule, captures, _ in targets:
-            if rule.tied_to is None:
-                continue
-            other = substitute(rule.tied_to, captures)
+        for leaf, rule, other in _in_turn(targets):
             expr, first = bound.get(leaf), bound.get(other)
             more = set(expr.sources()) - set(first.sources()) if expr and first else ()
             if other in leaves and not more:
@@ -240,17 +257,13 @@ class Binder:
             if rule.expr is None and first is not None:
                 bound[leaf], notes[leaf] = first, f"as {other!r}"
                 self._check_shape(leaf, first, notes[leaf], rule.target)
-            elif rule.expr is None and other not in leaves:
+            elif rule.expr is None and (other not in leaves or other in ties):
                 text = f"leaf {leaf!r} is tied to {other!r}, which no rule makes"
                 self._problems.append(Problem(text, f"rule {rule.target!r}", other, "leaf"))
         return ties
 
-    def _check_unused(self, ignored: Sequence[re.Pattern[str]]) -> None:
-        unused = [
-            name
-            for name in self.specs.names
-            if name not in self.used and not any(p.fullmatch(name) for p in ignored)
-        ]
+    def _check_unused(self, names: Iterable[str], ignored: Sequence[re.Pattern[str]]) -> None:
+        unused = [name for name in names if not any(p.fullmatch(name) for p in ignored)]
         hint: str | None = "Add rules for such, or name them in Mapping(..., ignore=[...])."
         for first, others in group_by_pattern(unused):
             problem = f"no rule uses tensor {first!r}{others}"
@@ -273,9 +286,7 @@ class Binder:
             self._missing.update({p.seek: None for p in problems if p.seek is not None})
             self.used.update(target.tensors(self.specs))  # one problem is enough
         else:
-            # Of tensors that are made of others the sources are these.
-            self.used.update(target.tensors(self.specs) if self.specs.expressions else ())
-            self.used.update(bound.sources())
+            self.used.update(bound.sources(), self.specs.bound)
             self._check_shape(leaf, bound, expr, rule.target)
             leaves[leaf] = bound
 
@@ -305,6 +316,20 @@ class Binder:
             )
             hint = _shape_hint(tuple(expected), bound.shape)
             self._problems.append(Problem(text, f"rule {pattern_of(target)!r}", hint=hint))
+
+
+def _in_turn(targets: Sequence[RuleTarget]) -> Iterator[tuple[str, Rule, str]]:
+    """Yields tied leaves, each after those that its values come from, with the others' names."""
+    tied = {
+        leaf: (leaf, rule, substitute(rule.tied_to, captures))
+        for leaf, rule, captures, _ in targets
+        if rule.tied_to is not None
+    }
+    while tied:
+        ready = [tie for tie in tied.values() if tie[1].expr is not None or tie[2] not in tied]
+        yield from ready or tied.values()
+        done = {leaf for leaf, _, _ in ready or tied.values()}  # all where they go in a circle
+        tied = {leaf: tie for leaf, tie in tied.items() if leaf not in done}
 
 
 def _shape_hint(expected: tuple[int, ...], actual: tuple[int, ...]) -> str | None:

@@ -36,6 +36,7 @@ from .grouped_values import grouped
 _SCHEMES = (*bitsandbytes.SCHEMES, *float_formats.SCHEMES, *integer_formats.SCHEMES)
 # Scales of activations and of caches: what is computed with weights, not weights.
 OF_ACTIVATIONS = re.compile(
+    r"(?!.*\.correct_output_scale$)"  # a weight of Gemma 3n
     r".*[._]([qkv]_scale|(input|output)_(scale|zero_point|global_scale|amax)"
     r"|(k|v|q)_zero_point)"
 )
@@ -180,11 +181,22 @@ def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
             config = json.loads(plain.get(file, b""))
         except (ValueError, RecursionError):
             continue
-        if isinstance(config, dict) and not config.keys().isdisjoint(keys):
-            config = {key: value for key, value in config.items() if key not in keys}
+        if not isinstance(config, dict):
+            continue
+        parts = [part for part in _parts(config) if not part.keys().isdisjoint(keys)]
+        for part in parts:
+            for key in part.keys() & {*keys}:
+                del part[key]
+        if parts:
             plain[file] = json.dumps(config, indent=2).encode() + b"\n"
     plain.pop(_CONFIGS[1][0], None)
     return plain
+
+
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what may speak of quantised weights: a configuration, or its text model's."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
 
 
 def with_settings(content: bytes, settings: Dict[str, Any], file: str = CONFIG) -> bytes:
@@ -202,7 +214,12 @@ def configured_quantization(catalog: Catalog, *, whole: bool = False) -> dict[st
     for file, keys in _CONFIGS:
         with contextlib.suppress(CheckpointNotFoundError):
             config = read_config(join(folder, file), storage=catalog.storage)
-            settings = {key: config[key] for key in keys if config.get(key)}
+            settings = {
+                key: part[key]
+                for part in reversed(_parts(dict(config)))  # the outer one counts
+                for key in keys
+                if part.get(key)
+            }
             if any(isinstance(value, dict) for value in settings.values()):
                 configured[file] = dict(config) if whole and file != CONFIG else settings
     return configured

@@ -81,6 +81,7 @@ class Patch(NamedTuple):
 def whole_tensor(name: str, specs: TensorSpecs) -> BoundExpr:
     """Return a tensor, or a leaf, as an expression of what it is stored in or made of, if any."""
     if name in specs.expressions:
+        specs.bound.add(name)
         return specs.expressions[name]
     shape, dtype = specs[name]
     patches = [
