@@ -18,6 +18,7 @@ from orbax_safetensors_layout.adapters import open_reader
 from orbax_safetensors_layout.catalog import (
     holds_checkpoint,
     is_orbax_checkpoint,
+    is_safetensors_checkpoint,
     resolve_checkpoint,
 )
 from orbax_safetensors_layout.conversion import (
@@ -62,7 +63,7 @@ from orbax_safetensors_layout.plan import tensors_to_write
 from orbax_safetensors_layout.runtime import ProcessGroup, frozen_heap
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
-from orbax_safetensors_layout.storage import LocalStorage, open_storage
+from orbax_safetensors_layout.storage import LocalStorage, Storage, open_storage
 from orbax_safetensors_layout.writing import (
     SavedTensor,
     appearance_rank,
@@ -195,8 +196,8 @@ def convert(
         if source_kind == "hf" and mapping is not None and inverse is None:
             inverse = reader.is_recorded and not mapping.leaf_names(arrays)
         kind = format or ("orbax" if source_kind == "hf" and not inverse else "hf")
-        folder, is_remote = _target_folder(target, group, stack, overwrite=overwrite)
-        overwrite, target_item = overwrite or is_remote, None
+        folder, remote = _target_folder(target, group, stack, overwrite=overwrite)
+        target_item = None
         if step is not None and kind == "orbax":  # the target is a step, too
             folder = os.path.join(folder, os.path.basename(ref.step_folder))
             target_item = ref.item or "default"
@@ -285,25 +286,33 @@ def convert(
                 reopen=lambda path: open_reader(resolve_checkpoint(path), reading),
                 is_replaced=lambda name: is_whole or appearance_rank(name) is not None,
             )
-            check = functools.partial(_check_target, folder, kind, sidecar_files, overwrite)
+
+            def check() -> None:
+                if remote is not None:
+                    storage, path = remote
+                    exists = functools.partial(is_safetensors_checkpoint, storage=storage)
+                    check_target(storage, path, sidecar_files, overwrite, exists)
+                replaces = overwrite or remote is not None
+                _check_folder(folder, kind, sidecar_files, overwrite=replaces)
+
             resumed = conversion.run(group, check)
-        written = os.fsdecode(target) if is_remote else folder
+        written = folder if remote is None else os.fsdecode(target)
         return Converted(written, len(planned.leaves), conversion.nbytes, resumed)
 
 
 def _target_folder(
     target: PathLike, group: ProcessGroup, stack: contextlib.ExitStack, *, overwrite: bool
-) -> tuple[str, bool]:
-    """Return the local folder to convert into, and whether it is uploaded when `stack` ends."""
+) -> tuple[str, tuple[Storage, str] | None]:
+    """Return the local folder to convert into, and where it is uploaded to when `stack` ends."""
     storage, path = open_storage(target)
     stack.enter_context(storage)
     if isinstance(storage, LocalStorage):
-        return os.path.realpath(path), False
+        return os.path.realpath(path), None
     if storage.uploads:
         place = commit_when_complete(
             storage, path, group=group, overwrite=overwrite, sidecar_files={}
         )
-        return os.path.realpath(stack.enter_context(place).folder), True
+        return os.path.realpath(stack.enter_context(place).folder), (storage, path)
     raise SafetensorsLayoutError(
         "a conversion writes to local or mounted file systems, or to the hub",
         file=os.fsdecode(target),
@@ -379,8 +388,8 @@ def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> 
     return Topology(MeshShape(dict(axes), processes), rules or [ShardingRule(".*", None)])
 
 
-def _check_target(
-    folder: str, kind: Format, sidecar_files: Mapping[str, bytes], overwrite: bool
+def _check_folder(
+    folder: str, kind: Format, sidecar_files: Mapping[str, bytes], *, overwrite: bool
 ) -> None:
     with LocalStorage() as storage:
         check_target(storage, folder, sidecar_files, overwrite, holds_checkpoint)

@@ -262,7 +262,7 @@ class PreparedSave:
                     folder.leave_digests()
         finally:
             folder.close()
-            self.values.release()
+            self.values.close()
         folder.complete(plan)
         nbytes = folder.bytes_written
         # Beside what loads report.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -192,14 +193,23 @@ def _plan_cluster(
     *,
     joins_gaps: bool = True,
 ) -> ClusterPlan:
-    return plan_cluster(
+    planned = functools.partial(
+        plan_cluster,
         leaves,
         mesh,
-        profile=profile,
         memory_budget_bytes=options.memory_budget_bytes,
         exchange=None if options.replicated == "each" else ExchangePolicy.of(options, kind, ""),
         joins_gaps=joins_gaps and options.replicated != "read_once",
     )
+    plan = planned(profile=profile)
+    # Requests of a load are as long as suits what its process reads.
+    most = max((min(cost.needed_bytes, cost.read_bytes) for cost in _costs(plan)), default=0)
+    suited = options.profile(kind, most)
+    return plan if suited == profile else planned(profile=suited)
+
+
+def _costs(plan: ClusterPlan) -> Iterable[Cost]:
+    return map(plan.cost, range(len(plan.distinct)))
 
 
 def _plan_tensors(

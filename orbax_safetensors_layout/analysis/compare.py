@@ -119,7 +119,7 @@ def compare(
         total = sum(here.arrays[name].nbytes for name in names)
         differences = [
             *_compare_trees(here, there),
-            *_values(_texts(here, there), _texts(there, here)),
+            *_values(here, there),
             *_compare_values(names, here, there, total, progress),
         ]
     return dataclasses.replace(
@@ -199,7 +199,8 @@ def _differing(
 
 
 def _kind(array: SourceArray) -> str:
-    return f"{array.dtype.name} {list(array.shape)}"
+    keys = "" if array.key_impl is None else f", data of PRNG keys ({array.key_impl})"
+    return f"{array.dtype.name} {list(array.shape)}{keys}"
 
 
 def _compare_trees(here: _Source, there: _Source) -> Iterator[str]:
@@ -219,20 +220,23 @@ def _scalars(source: _Source, other: _Source) -> set[str]:
     return {name for name, array in source.arrays.items() if not array.shape and name in numbers}
 
 
-def _texts(source: _Source, other: _Source) -> Mapping[str, str] | None:
+def _texts(source: _Source, other: _Source) -> dict[str, str]:
     """Return values beside the arrays, and arrays that are such values in the other one."""
-    if source.values is None:
-        return None
     scalars = [_ArrayBox(name, Box((), ())) for name in sorted(_scalars(source, other))]
     read = zip(scalars, source.read(scalars) if scalars else (), strict=True)
-    return {**source.values, **{block.name: repr(value.item()) for block, value in read}}
+    return {**(source.values or {}), **{block.name: repr(value.item()) for block, value in read}}
 
 
-def _values(ours: Mapping[str, str] | None, theirs: Mapping[str, str] | None) -> Iterator[str]:
-    """Yields the differences of values beside the arrays, where both checkpoints record them."""
-    if ours is None or theirs is None:
-        return
-    for name in sorted(ours.keys() | theirs.keys()):
+def _values(here: _Source, there: _Source) -> Iterator[str]:
+    """Yields the differences of values beside the arrays.
+
+    Where one checkpoint records none, of those alone that are arrays in it.
+    """
+    ours, theirs = _texts(here, there), _texts(there, here)
+    names = ours.keys() | theirs.keys()
+    if here.values is None or there.values is None:
+        names = _scalars(here, there) | _scalars(there, here)
+    for name in sorted(names):
         if name not in ours:
             yield f"the value '{name}' is in the other checkpoint alone: {theirs[name]}"
         elif name not in theirs:

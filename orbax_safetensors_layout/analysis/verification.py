@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import numpy as np
 
 from orbax_safetensors_layout.catalog import (
     Discovery,
@@ -29,6 +27,7 @@ from orbax_safetensors_layout.format import (
     DTYPES,
     MANIFEST,
     SUFFIX,
+    DType,
     Header,
     Manifest,
     Node,
@@ -40,7 +39,13 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.options import OnProgress, PathLike, ReadOptions, given_or_default
 from orbax_safetensors_layout.pytree import prng
-from orbax_safetensors_layout.reading import check_booleans, file_blocks, file_crc32, read_digests
+from orbax_safetensors_layout.reading import (
+    check_bytes,
+    file_blocks,
+    file_crc32,
+    has_all_values,
+    read_digests,
+)
 from orbax_safetensors_layout.runtime import ProgressReport, progress_callback
 from orbax_safetensors_layout.storage import Storage, join, open_storage
 
@@ -156,11 +161,11 @@ class StructureCheck:
                 header = read_header(self.storage, file, on_error=on_error)
                 if self._counts["header"] == before:
                     self.headers[file] = header
-                    self._check_booleans(header)
         manifest = discovery.manifest
         if manifest is None and discovery.manifest_file is not None:
             with self._reporting("manifest"):
                 manifest = read_manifest(self.storage, discovery.manifest_file)
+        self._check_values({} if manifest is None else manifest.dtypes_in_files())
         if discovery.weights is not None:
             self._check_index(discovery.weights)
         tree, pieces = (None, None) if manifest is None else (manifest.tree, manifest.pieces)
@@ -183,14 +188,22 @@ class StructureCheck:
     def check_digests(self, progress: OnProgress) -> int:
         """Compares files with their checksums; returns how many."""
         storage, folder, digests = self.storage, self.path, None
+        is_file = storage.is_file(folder)
+        if is_file:
+            if not storage.lists:  # a server may forbid to look for others
+                return 0
+            folder = folder.removesuffix(folder.rpartition("/")[2])
         with self._reporting("digest"):
-            digests = None if storage.is_file(folder) else read_digests(storage, folder)
+            digests = read_digests(storage, folder)
         if digests is None:
             return 0
+        if is_file:  # of a file by itself its own alone
+            name = self.path.removeprefix(folder)
+            digests = {name: digests[name]} if name in digests else {}
         present = storage.existing(folder, digests)
         for name in sorted(digests.keys() - present):
             self._error("digest", f"{name} is missing; it has a checksum")
-        for name in map(self._name, self.headers):
+        for name in () if is_file else map(self._name, self.headers):
             if name not in digests:
                 note = f"{name} has no checksum"
                 self.findings.append(Finding("digest", note, is_error=False))
@@ -237,14 +250,16 @@ class StructureCheck:
     def _name(self, file: str) -> str:
         return file.removeprefix(f"{self.path.rstrip('/')}/")
 
-    def _check_booleans(self, header: Header) -> None:
-        for entry in header.tensors.values():
-            if entry.dtype.numpy != np.bool_:
+    def _check_values(self, dtypes: Mapping[str, DType]) -> None:
+        """Checks tensors of dtypes that not all bytes are values of, recorded ones included."""
+        entries = (e for header in self.headers.values() for e in header.tensors.values())
+        for name, dtype, _, file, start, stop in entries:
+            dtype = dtypes.get(name, dtype)
+            if has_all_values(dtype):
                 continue
             with self._reporting("value"):
-                for _, block in file_blocks(self.storage, entry.file, entry.start, entry.stop):
-                    values = np.frombuffer(block, np.bool_)
-                    check_booleans([values], entry.file, entry.name)
+                for _, block in file_blocks(self.storage, file, start, stop):
+                    check_bytes(block, dtype, file, name)
 
     def _check_index(self, index: WeightIndex) -> None:
         file_of = {name: join(self.path, file) for name, file in index.weight_map.items()}

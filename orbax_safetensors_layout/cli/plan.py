@@ -8,6 +8,7 @@ import shlex
 from typing import Any
 
 from orbax_safetensors_layout.analysis import ClusterEstimate, estimate, estimate_save
+from orbax_safetensors_layout.errors import redact_urls
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_seconds, parse_size
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
@@ -115,7 +116,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     if len({variant.save is None for variant in variants}) > 1:
         raise ValueError("a load and a save cannot be compared")
     results = [_estimate(variant) for variant in variants]
-    labels = ["this", *parsed.compare]
+    labels = ["this", *map(redact_urls, parsed.compare)]
     if parsed.json:
         documents = [estimate_document(result, parsed.top) for result in results]
         document = dict(zip(labels, documents, strict=True)) if parsed.compare else documents[0]

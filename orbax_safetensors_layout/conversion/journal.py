@@ -77,6 +77,14 @@ class Journal:
             done |= groups
         return done
 
+    def drop(self) -> None:
+        """Removes what is recorded, before what it speaks of."""
+        with LocalStorage() as storage:
+            for name in filter(_is_journal, storage.list(self._folder)):
+                storage.remove(os.path.join(self._folder, name))
+            if os.path.isdir(self._folder):
+                storage.flush_folder(self._folder)
+
     @contextlib.contextmanager
     def opened(self, process: int) -> Iterator[None]:
         """Begins, or continues, the file of a process; within the block `add` writes to it."""
@@ -107,11 +115,15 @@ class Journal:
         os.fsync(self._fd)
 
 
+def _is_journal(name: str) -> bool:
+    return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
+
+
 def _journal_lines(folder: str) -> Iterator[tuple[dict[str, Any], dict[int, WrittenGroup]]]:
     """Yields the first line of each journal file, and its groups that are written."""
     with LocalStorage() as storage:
         names = storage.list(folder)
-    for name in (n for n in names if n.startswith(_PREFIX) and n.endswith(_SUFFIX)):
+    for name in filter(_is_journal, names):
         file = os.path.join(folder, name)
         try:
             with storage_errors("cannot read the journal", file), open(file, encoding="utf-8") as f:

@@ -85,6 +85,7 @@ def publish(
         MismatchError: The tree has other tensors than the version before, or Python values.
         FormatError: A version before this one is damaged.
         CheckpointExistsError: Another program publishes into the folder, or was stopped.
+        StorageError: Another one does so at this moment; or a read or write failed.
         PeerError: Another process failed.
     """
     options = given_or_default(options, WriteOptions)
@@ -268,6 +269,8 @@ def _publish_differences(
         with group.together("writing differences"):
             number = f"{group.process_index + 1:05}-of-{group.process_count:05}"
             _write(storage, folder, f"model-{number}{SUFFIX}", changed, options)
+        with group.together("looking at what was written"):
+            storage.check_written(folder)
         with group.together("completing the version"):
             if group.is_leader:
                 index = index_bytes(_written(storage, folder), kind.metadata(before + 1))

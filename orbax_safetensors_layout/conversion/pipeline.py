@@ -17,7 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import FormatError, MismatchError, SafetensorsLayoutError
+from orbax_safetensors_layout.errors import (
+    FormatError,
+    MismatchError,
+    SafetensorsLayoutError,
+    StorageError,
+)
 from orbax_safetensors_layout.options import ConvertOptions
 from orbax_safetensors_layout.runtime import (
     Fingerprint,
@@ -107,15 +112,19 @@ class Conversion:
         )
 
     def run(self, processes: Processes, check: Callable[[], None]) -> int:
-        """Returns the bytes that an interrupted run had written; `check` may refuse the target."""
+        """Returns the bytes that an interrupted run had written.
+
+        `check` may refuse the target, before anything is written there and in the end.
+        """
         try:
             return self._run(processes, check)
         except BaseException as error:
             processes.abandon()
             if isinstance(error, FormatError):  # what was made of damaged files is not continued
                 processes.await_others()  # who may be reading the journal
-                with LocalStorage() as storage:
-                    storage.remove(self._workspace)
+                # Not from another program that has begun the same since.
+                with contextlib.suppress(StorageError), claimed(self.folder):
+                    self._drop()
             raise
 
     def _run(self, processes: Processes, check: Callable[[], None]) -> int:
@@ -158,6 +167,7 @@ class Conversion:
                     self._verify(processes)
             with processes.together("committing the checkpoint"):
                 if processes.is_leader:
+                    check()
                     self._commit(claim)
         return self.nbytes - sum(group.nbytes for group in left)
 
@@ -165,11 +175,16 @@ class Conversion:
         claim.forget()
         check()
         check_replaceable(self.folder)
+        if self.restart:
+            self._drop()
         with LocalStorage() as storage:
-            if self.restart:
-                storage.remove(self._workspace)
             storage.make_folder(self._workspace)
         self._journal.read()
+
+    def _drop(self) -> None:
+        self._journal.drop()  # first: what it has recorded counts as written
+        with LocalStorage() as storage:
+            storage.remove(self._workspace)
 
     def _convert(self, left: Sequence[LeafGroup], processes: Processes) -> None:
         """Converts this process's share of the groups that are left."""
@@ -234,8 +249,7 @@ class Conversion:
 
     def _commit(self, claim: Claim) -> None:
         claim.commit(self._finished, is_replaced=self.is_replaced, identity=self._journal.identity)
-        with LocalStorage() as storage:
-            storage.remove(self._workspace)
+        self._drop()
 
 
 TakeBlock = Callable[[Sequence[LeafRegion], Sequence[np.ndarray]], None]

@@ -18,6 +18,7 @@ from orbax_safetensors_layout.errors import (
 )
 from orbax_safetensors_layout.format import (
     MAIN_INDEX,
+    MANIFEST,
     NewTensor,
     folder_version,
     index_bytes,
@@ -269,6 +270,8 @@ def _write_version(catalog: Catalog, chain: VersionChain, folder: str) -> None:
         ) as place,
     ):
         new = place.folder
+        if (manifest := catalog.manifest()) is not None:
+            sidecar_files = {MANIFEST: manifest.to_json(), **sidecar_files}
         for name, data in sidecar_files.items():
             write_file(storage, join(new, name), data, durable=True)
         for file in catalog.files:

@@ -32,6 +32,7 @@ from .groups import LeafGroup
 from .target import LeafRegion, TargetArray, region_batches
 
 _MOST_ORDERS = 24  # of axes that are tried
+_LARGEST_INTEGER = 8  # bytes, of numpy's
 
 Blocks: TypeAlias = Iterator[tuple[list[LeafRegion], list[np.ndarray]]]
 """Regions and their values, as many as are in memory at once."""
@@ -110,7 +111,7 @@ def _spooled(
     if starts[-1] <= most_bytes:
         memory = {array.name: allocate(array.nbytes) for array in arrays}
         for array, box, values in _array_blocks(source, arrays, block_bytes):
-            bits = f"u{array.dtype.itemsize}"  # numpy knows no fast copy of bfloat16 and its like
+            bits = _bits(array.dtype)
             memory[array.name].view(bits).reshape(array.shape)[box.slices] = values.view(bits)
         sources = {array.name: _source(array, array.name, 0) for array in arrays}
         yield ReadableArrays(sources, MemoryReader(memory))
@@ -212,9 +213,14 @@ def _leaf_blocks(arrays: ReadableArrays, leaf: TargetArray, most_bytes: int) -> 
     return min(covers, key=cost)
 
 
+def _bits(dtype: np.dtype) -> np.dtype:
+    """Return a dtype as which values are copied: numpy knows no fast copy of bfloat16's like."""
+    return np.dtype(f"u{dtype.itemsize}") if dtype.itemsize <= _LARGEST_INTEGER else dtype
+
+
 def _part(values: np.ndarray, box: Box) -> np.ndarray:
     """A region of an array, contiguous."""
-    bits = values.view(f"u{values.itemsize}")  # numpy knows no fast copy of bfloat16 and its like
+    bits = values.view(_bits(values.dtype))
     return np.ascontiguousarray(bits[box.slices]).view(values.dtype)
 
 

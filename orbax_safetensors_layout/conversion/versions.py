@@ -247,7 +247,12 @@ class PublishedVersions:
                 file=self.folder,
                 hint="Give base=, the folder or URL of the model that training began with.",
             )
-        return versioned(whole, chain.differences) if chain.differences else whole
+        try:
+            return versioned(whole, chain.differences) if chain.differences else whole
+        except BaseException:
+            if not chain.whole:
+                whole.close()
+            raise
 
 
 def _model_identity(base: PathLike) -> bytes:

@@ -25,5 +25,5 @@ from .resolve import (
     source_leaves,
 )
 from .saved_metadata import SavedMetadata
-from .stored_values import check_booleans
+from .stored_values import check_bytes, has_all_values
 from .verifying import VerifyingReader, file_blocks, file_crc32, read_digests

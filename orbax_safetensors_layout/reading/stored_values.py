@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_safetensors_layout.errors import FormatError
-from orbax_safetensors_layout.format import DTYPES, NARROW_INTEGERS
+from orbax_safetensors_layout.format import DTYPES, NARROW_INTEGERS, DType
 from orbax_safetensors_layout.mapping import to_whole
 from orbax_safetensors_layout.plan import LeafRead
+from orbax_safetensors_layout.storage import Buffer
 
 
 def check_booleans(values: Sequence[np.ndarray], file: str | None, name: str) -> None:
@@ -30,10 +31,27 @@ def one_a_byte(leaf: LeafRead, value: np.ndarray) -> np.ndarray:
     if stored.numpy.name not in NARROW_INTEGERS:
         mask = np.uint8((1 << DTYPES[stored.label].bits) - 1)
         return np.bitwise_and(value.view(np.uint8), mask).view(stored.numpy)
-    values = value.view(DTYPES[stored.code].numpy)
-    result, kept = to_whole(values, stored.numpy)
+    return _narrow(value.view(DTYPES[stored.code].numpy), stored, leaf.file, leaf.name)
+
+
+def has_all_values(dtype: DType) -> bool:
+    """Whether all bytes are values of a dtype."""
+    is_narrow = dtype.one_a_byte and dtype.numpy.name in NARROW_INTEGERS
+    return dtype.numpy != np.bool_ and not is_narrow
+
+
+def check_bytes(data: Buffer, dtype: DType, file: str, name: str) -> None:
+    """Refuses bytes of a tensor that a load would refuse."""
+    if dtype.numpy == np.bool_:
+        check_booleans([np.frombuffer(data, np.bool_)], file, name)
+    elif not has_all_values(dtype):
+        _narrow(np.frombuffer(data, DTYPES[dtype.code].numpy), dtype, file, name)
+
+
+def _narrow(values: np.ndarray, dtype: DType, file: str | None, name: str) -> np.ndarray:
+    result, kept = to_whole(values, dtype.numpy)
     if not kept.all():
-        raise _no_values(leaf.file, leaf.name, f"values of {stored.numpy}", str(values[~kept][0]))
+        raise _no_values(file, name, f"values of {dtype.numpy}", str(values[~kept][0]))
     return result
 
 

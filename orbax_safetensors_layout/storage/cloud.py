@@ -12,6 +12,7 @@ import datetime
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -38,6 +39,7 @@ from .retry import Retrier
 _LARGEST_COPY_BYTES = {"s3": 5 * GIB}  # of one CopyObject
 _LONGEST_COPY_SECONDS = 900.0  # S3 answers when it is done, at some 50 MB/s
 _LARGEST_QUICK_COPY_BYTES = 256 * MIB  # 5 s at that speed
+_LATER_COPIES = {"az"}  # which may answer before a copy is done
 
 
 class Seen(NamedTuple):
@@ -169,7 +171,7 @@ class CloudStorage(Storage):
             options: Any = {"chunk_size": chunk, "max_concurrency": PARTS_AT_ONCE}
             obstore.put(client, key, parts, use_multipart=True, **options)
 
-        done = functools.partial(self._wrote, file)
+        done = functools.partial(self._wrote, file, size)
         return CloudFileWriter(file, size, put_whole if size <= chunk else put_parts, done)
 
     def copy(self, source: str, target: str, *, check: Check = lambda: None) -> None:
@@ -187,7 +189,9 @@ class CloudStorage(Storage):
                 obstore.copy(client, *keys, overwrite=True)
 
             self._retrier.run(copy, "copying", source)
-            self._wrote(target)
+            if self.kind in _LATER_COPIES:
+                self._await_size(target, seen.size, longest, check)
+            self._wrote(target, seen.size)
             return
         step = part_bytes(seen.size)
         buffer = memoryview(bytearray(step))
@@ -202,6 +206,8 @@ class CloudStorage(Storage):
     def new_folder(
         self, target: str, *, overwrite: bool, rank: Rank, scratch: Sequence[str]
     ) -> NewFolder:
+        if not self._key(target):  # what is beside a folder is here within it
+            target = join(target, "")
         return StagedCopy(target, self, rank) if overwrite else InPlace(target, self, rank, scratch)
 
     def check_written(self, folder: str) -> None:
@@ -311,11 +317,20 @@ class CloudStorage(Storage):
             self._seen.pop(file, None)
             self._written.pop(file, None)
 
-    def _wrote(self, file: str) -> None:
+    def _await_size(self, file: str, size: int, seconds: float, check: Check) -> None:
+        """Waits until an object that is being copied has all its bytes."""
+        deadline = time.monotonic() + seconds
+        while (now := self._head(file)) is None or now.size < size:
+            check()
+            if time.monotonic() > deadline or not self._retrier.goes_on():
+                return
+            time.sleep(1.0)
+
+    def _wrote(self, file: str, size: int) -> None:
         """Records a new object. Not all stores say the same of it after an upload."""
         seen = self._head(file)
-        if seen is None:
-            raise not_alone(file)
+        if seen is None or seen.size != size:
+            raise not_alone(file, f"the {size:,} bytes that this one has written")
         with self._lock:
             self._seen[file] = self._written[file] = seen
 

@@ -39,29 +39,34 @@ class _CopyingStorage(Storage, Protocol):
 
 
 class InPlace(NewFolder):
-    """A save to a folder that has no checkpoint: files appear there, in the order of their writer.
-
-    It makes no claim: one in the store would outlive a process that dies.
-    """
+    """A save to a folder without a checkpoint: files appear there, in the order of their writer."""
 
     def __init__(self, target: str, storage: Storage, rank: Rank, scratch: Sequence[str]) -> None:
         self.target = self.folder = target
         self.storage = storage
         self._rank = rank
         self._scratch = scratch
+        self._claim = _BucketClaim(_claims(target), target, storage)
         self._is_prepared = False
+
+    def begin(self) -> None:
+        self._claim.take()
 
     def prepare(self) -> None:
         self._clear()  # what a save left that crashed before it wrote a tensor
         self._is_prepared = True
 
     def commit(self) -> None:
+        self._claim.check_in_store()
         self._is_prepared = False
 
     def end(self) -> None:
-        if self._is_prepared:
-            with contextlib.suppress(SafetensorsLayoutError):  # the first error is raised
-                self._clear()
+        try:
+            if self._is_prepared:
+                with contextlib.suppress(SafetensorsLayoutError):  # the first error is raised
+                    self._clear()
+        finally:
+            self._claim.release()
 
     def _clear(self) -> None:
         names = _ranked(self.storage, self.folder, self._rank)
@@ -151,7 +156,7 @@ class StagedCopy(NewFolder):
         self.folder = partial_folder(target)
         self.storage = storage
         self._rank = rank
-        self._claim = _BucketClaim(f"{self.folder}.claims", target, storage)
+        self._claim = _BucketClaim(_claims(target), target, storage)
         self._keeps = True
 
     def begin(self) -> None:
@@ -216,6 +221,11 @@ class StagedCopy(NewFolder):
 
     def _remove(self, name: str) -> None:
         self.storage.remove_pinned(join(self.target, name), check=self._claim.check)
+
+
+def _claims(target: str) -> str:
+    """The folder of all claims to a target."""
+    return f"{partial_folder(target)}.claims"
 
 
 def _ranked(storage: Storage, folder: str, rank: Rank) -> list[str]:

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 from absl import logging
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     are_progress_bars_disabled,
     disable_progress_bars,
     enable_progress_bars,
 )
 
-from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.errors import StorageError, listed
 
 from .base import NewFolder, Rank, Storage, join
 from .local import LocalStorage
@@ -77,7 +78,7 @@ class HubUpload(NewFolder):
         for name in names[process_index::process_count]:
             file = join(self.folder, name)
             operation = CommitOperationAdd(self._hub.within(join(self.target, name)), file)
-            self._hub.upload(operation)
+            self._hub.upload([operation])
             if operation._is_uploaded:
                 info = operation.upload_info
                 sent[name] = (info.sha256.hex(), info.size)
@@ -99,6 +100,7 @@ class HubUpload(NewFolder):
                 operation.upload_info.sha256 = bytes.fromhex(digest)
                 operation._upload_mode, operation._is_uploaded = "lfs", True
             operations.append(operation)
+        self._hub.upload([operation for operation in operations if not operation._is_uploaded])
         for name in self._hub.list(self.target):
             if self._rank(name) is not None and name not in names:
                 path = self._hub.within(join(self.target, name))
@@ -205,29 +207,65 @@ class Repository:
         branches = [ref for ref in refs.branches if ref.name == branch]
         return {ref.ref: ref.target_commit for ref in (branches if branch else every)}
 
-    def upload(self, operation: CommitOperationAdd) -> None:
-        """Uploads a file by Xet or LFS, as the library chooses; one of git goes with the commit."""
+    def upload(self, operations: list[CommitOperationAdd]) -> None:
+        """Uploads files by Xet or LFS, as the library chooses; those of git go with the commit."""
+        names = listed([operation.path_in_repo for operation in operations])
         with _quiet():
             send = functools.partial(
                 self._api.preupload_lfs_files,
                 **self._of,
-                additions=[operation],
+                additions=operations,
                 revision=self._revision,
+                gitignore_content="",  # a repository's own would leave files out, and say nothing
             )
-            self._call(send, f"uploading {operation.path_in_repo}")
+            self._call(send, f"uploading {names}")
+        if ignored := [o.path_in_repo for o in operations if o._should_ignore]:
+            raise StorageError(
+                f"the hub leaves files out of the commit: {listed(ignored)}",
+                file=self._of["repo_id"],
+                hint="Remove their names from the repository's .gitignore.",
+            )
 
     def commit(self, operations: list[Any]) -> None:
         """Commits, if nobody else has since the repository was first looked at."""
+        parent = self._head() or None
+        create = functools.partial(
+            self._api.create_commit,
+            **self._of,
+            operations=operations,
+            commit_message=_MESSAGE,
+            revision=self._revision,
+            parent_commit=parent,
+        )
+
+        def attempt() -> None:
+            try:
+                create()
+            except Exception as error:
+                status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+                is_unclear = status is None or status >= 500 or status == 412
+                if not (is_unclear and self._shows(operations)):
+                    raise
+
         with _quiet():
-            create = functools.partial(
-                self._api.create_commit,
-                **self._of,
-                operations=operations,
-                commit_message=_MESSAGE,
-                revision=self._revision,
-                parent_commit=self._head() or None,
-            )
-            self._call(create, "committing")
+            self._call(attempt, "committing")
+
+    def _shows(self, operations: list[Any]) -> bool:
+        """Whether the branch has what operations add, and nothing that they delete.
+
+        So the commit was made, and only its answer was lost.
+        """
+        stored: dict[str, str] = {}
+        with contextlib.suppress(Exception):  # that of the commit is raised
+            tree = self._api.list_repo_tree(**self._of, recursive=True, revision=self._revision)
+            for entry in tree:
+                if isinstance(entry, RepoFile):
+                    digest = entry.blob_id if entry.lfs is None else entry.lfs.sha256
+                    stored[entry.path] = digest
+        return bool(stored) and all(
+            stored.get(operation.path_in_repo) == getattr(operation, "_local_oid", None)
+            for operation in operations  # a deletion has no digest
+        )
 
     def _call(self, call: Callable[[], T], doing: str) -> T:
         result: T = self._asked(call, doing)

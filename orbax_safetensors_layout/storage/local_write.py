@@ -157,9 +157,17 @@ def write_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> None:
         raise OSError(errno.EIO, "the file system accepted no bytes")
 
 
+def flush_tree(folder: str) -> None:
+    """Makes all that is in a folder durable: bytes and names."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            flush_folder(os.path.join(root, name))
+        flush_folder(root)
+
+
 def flush_folder(folder: str) -> None:
-    """Makes the names in a folder durable."""
-    with storage_errors("flushing the folder failed", folder):
+    """Makes the names in a folder, or the bytes of a file, durable."""
+    with storage_errors("flushing failed", folder):
         fd = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(fd)

@@ -123,6 +123,9 @@ class RemoteStorage(Storage):
         version = self.version(file)
         return f"{self._file(file).identity} {version}" if version else None
 
+    def identity(self, file: str) -> str:
+        return self.content_key(file) or f"{self.size(file):,} bytes, {self._file(file).stamp}"
+
     def remember(self, notes: Notes) -> None:
         self._notes = notes
 
@@ -184,6 +187,11 @@ class RemoteFile:
     def version(self) -> str | None:
         version = self._address.version or self.tag
         return f"{version} {self.size}" if version else None
+
+    @property
+    def stamp(self) -> str:
+        """The version by the first server: also a weak ETag, or when the file was modified."""
+        return next(iter(self._versions.values()), "")
 
     def open(self) -> None:
         """Makes one attempt to fetch `head`, from which the size is known."""

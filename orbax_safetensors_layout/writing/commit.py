@@ -43,22 +43,29 @@ def commit_when_complete(
 
     All processes enter the block, and leave it when all have written or one has failed. The side
     files of the leader count. Without `overwrite` a checkpoint, or another file of such a name, is
-    a `CheckpointExistsError`.
+    a `CheckpointExistsError`, also one that comes while this one is written.
     """
+    present: set[str] = set()  # side files that are there already, and stay whatever happens
 
     def rank(name: str) -> int | None:
-        return 0 if name in sidecar_files else appearance_rank(name)
+        if name in sidecar_files:
+            return None if name in present else 0
+        return appearance_rank(name)
 
     new_folder = storage.new_folder(
         target, overwrite=overwrite, rank=rank, scratch=(PIECES_FOLDER,)
     )
+
+    def check() -> None:
+        exists = functools.partial(is_safetensors_checkpoint, storage=storage)
+        present.update(check_target(storage, new_folder.target, sidecar_files, overwrite, exists))
+
     error: BaseException | None = None
     try:
         try:
             if group.is_leader:
                 new_folder.begin()
-                exists = functools.partial(is_safetensors_checkpoint, storage=storage)
-                check_target(storage, new_folder.target, sidecar_files, overwrite, exists)
+                check()
                 new_folder.prepare()
         except BaseException as problem:
             error = problem
@@ -70,6 +77,8 @@ def commit_when_complete(
             with group.together("sending the files"):
                 new_folder.send(group.process_index, group.process_count)
         if group.is_leader:
+            if new_folder.folder != new_folder.target:
+                check()
             new_folder.commit()
     except BaseException as problem:
         error = problem
@@ -89,8 +98,11 @@ def check_target(
     sidecar_files: Mapping[str, bytes],
     overwrite: bool,
     is_checkpoint: Callable[[str], bool],
-) -> None:
-    """Raises where no checkpoint can be, or one or other side files would be overwritten."""
+) -> set[str]:
+    """Raises where no checkpoint can be, or one or other side files would be overwritten.
+
+    Returns the names of side files that are there already, and equal.
+    """
     if target.endswith(SUFFIX):
         raise SafetensorsLayoutError(
             "a checkpoint is saved as a folder",
@@ -100,7 +112,7 @@ def check_target(
     if storage.is_file(target):
         raise CheckpointExistsError("the path is a file", file=target, expected="a folder")
     if overwrite:
-        return
+        return set()
     if is_checkpoint(target):
         raise CheckpointExistsError(
             "a checkpoint is there already",
@@ -108,8 +120,9 @@ def check_target(
             hint="Pass overwrite=True (--overwrite) to replace it.",
         )
     present = set(storage.list(target)) if sidecar_files else set()
+    present.intersection_update(sidecar_files)
     others = []
-    for name in sorted(present.intersection(sidecar_files)):
+    for name in sorted(present):
         file, data = join(target, name), sidecar_files[name]
         size = storage.size(file)
         if size != len(data) or read_range(storage, file, 0, size) != data:
@@ -120,3 +133,4 @@ def check_target(
             file=target,
             hint="Pass overwrite=True (--overwrite) to replace them.",
         )
+    return present

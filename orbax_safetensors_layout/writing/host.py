@@ -306,8 +306,14 @@ class HostValues:
         return self._all_captured.wait(timeout_seconds)
 
     def release(self) -> None:
+        """Gives up what was not captured: the caller may change it."""
         self._values = [None] * len(self._values)
         self._all_captured.set()
+
+    def close(self) -> None:
+        """Gives up all: an error of the save, which the program may keep, refers to this object."""
+        self.release()
+        self._captured, self._whole = {}, {}
 
 
 def _common(values: np.ndarray, box: Box, region: Box) -> np.ndarray:

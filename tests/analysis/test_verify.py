@@ -748,6 +748,58 @@ def test_numbers_and_arrays_without_dimensions(tmp_path):
     assert finding == "the value 'step' is 3, and not in the other checkpoint"
 
 
+@pytest.mark.parametrize("other", [3, 4])
+def test_a_number_and_an_array_of_files_that_record_no_numbers(tmp_path, other):
+    osl.save(tmp_path / "a", {"w": np.zeros(2), "step": 3})
+    (tmp_path / "b").mkdir()
+    theirs = {"w": np.zeros(2), "step": np.array(other)}
+    safetensors.numpy.save_file(theirs, tmp_path / "b" / "model.safetensors")
+    for first, second in (("a", "b"), ("b", "a")):
+        report = osl.verify(tmp_path / first, tmp_path / second)
+        assert report.ok == (other == 3), str(report)
+        assert [text for text in texts(report) if "'step'" not in text] == []
+
+
+def test_keys_of_another_generator_differ(tmp_path):
+    data = jnp.arange(4, dtype=jnp.uint32)
+    for impl in ("rbg", "unsafe_rbg"):
+        osl.save(tmp_path / impl, {"key": jax.random.wrap_key_data(data, impl=impl)})
+    report = osl.verify(tmp_path / "rbg", tmp_path / "unsafe_rbg", subtree="key")
+    (finding,) = texts(report)
+    assert "(rbg)" in finding
+    assert "(unsafe_rbg)" in finding
+    assert osl.verify(tmp_path / "rbg", tmp_path / "rbg", subtree="key").ok
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_bytes_that_are_no_narrow_integers(tmp_path, layout):
+    values = np.arange(-8, 8).astype(ml_dtypes.int4)
+    osl.save(tmp_path, {"w": values}, options=osl.WriteOptions(layout=layout))
+    assert osl.verify(tmp_path).ok
+    (file,) = tmp_path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] = 0x64
+    file.write_bytes(data)
+    (finding,) = texts(osl.verify(tmp_path), "value")
+    assert "not values of its dtype" in finding
+    with pytest.raises(osl.FormatError, match="not values of its dtype"):
+        osl.load(tmp_path)
+
+
+def test_a_file_by_itself_is_held_against_its_checksum(tmp_path):
+    saved(tmp_path, digests=True)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    report = osl.verify(files[0])
+    assert report.ok
+    assert report.digested_files == 1
+    data = bytearray(files[0].read_bytes())
+    data[-1] ^= 1
+    files[0].write_bytes(data)
+    assert len(texts(osl.verify(files[0]), "digest")) == 1
+    assert osl.verify(files[1]).ok
+
+
 def test_what_only_a_comparison_needs(tmp_path):
     saved(tmp_path / "a")
     for arguments in ({"mapping": MAPPING}, {"subtree": "layers"}):

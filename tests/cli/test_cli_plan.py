@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import llama_like, save
 from command_line import run
+from http_server import file_server
 from hypothesis import given, strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from matplotlib.axes._secondary_axes import SecondaryAxis
@@ -361,6 +362,32 @@ def test_gaps_are_joined_as_a_load_joins_them(tmp_path, replicated):
     costs = estimate(path, MeshShape({"x": 4}, 4), rules, options=options).costs
     assert [cost.read_bytes for cost in costs] == [cost.read_bytes for cost in loads]
     assert [cost.requests for cost in costs] == [cost.requests for cost in loads]
+
+
+@pytest.mark.parametrize("megabytes", [1, 32])
+def test_requests_of_a_server_are_those_of_a_load(tmp_path, megabytes):
+    save(tmp_path, {"w": np.ones((megabytes << 9, 512), np.float32)})
+    sharding = NamedSharding(AbstractMesh((4,), ("x",)), P("x"))
+    abstract = {"w": jax.ShapeDtypeStruct((megabytes << 9, 512), np.float32, sharding=sharding)}
+    options = osl.ReadOptions(replicated="each")
+    with file_server(tmp_path) as server:
+        url = f"{server.url}/files"
+        load = osl.plan_load(url, abstract, options=options, process_index=0, process_count=4)
+        rules = [ShardingRule.parse("'.*' = x")]
+        costs = estimate(url, MeshShape({"x": 4}, 4), rules, options=options).costs
+    assert {cost.requests for cost in costs} == {load.cost().requests}
+
+
+def test_no_password_of_a_server_is_shown(tmp_path, capsys):
+    save(tmp_path, {"w": np.ones(8, np.float32)})
+    with file_server(tmp_path) as server:
+        host = server.url.removeprefix("http://")
+        url = f"http://me:password@{host}/files?signature=hidden"
+        for more in ([], ["--json"]):
+            assert main(["plan", url, "--mesh", "x=2", "--compare", url, *more]) == 0
+            shown = "".join(capsys.readouterr())
+            assert "password" not in shown
+            assert "hidden" not in shown
 
 
 def test_the_picture(path, tmp_path, capsys):

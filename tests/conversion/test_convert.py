@@ -31,7 +31,8 @@ from remote_checks import hub_in_use
 from saved_files import raw_tensors
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import ResumableFile, partial_folder
+from orbax_safetensors_layout.conversion import pipeline
+from orbax_safetensors_layout.storage import ResumableFile, local_commit, partial_folder
 
 SMALL = osl.ConvertOptions(memory_budget_bytes=256 << 10)  # blocks of 16 KiB
 
@@ -460,6 +461,60 @@ def test_companions_of_another_checkpoint_stay(tmp_path, hf):
     assert (tmp_path / "to" / "config.json").read_text() == "mine"
     osl.convert(hf, tmp_path / "to", format="hf", overwrite=True)
     assert json.loads((tmp_path / "to" / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("form", ["hf", "orbax"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_comes_to_the_target_meanwhile_is_replaced_only_if_asked(
+    tmp_path, hf, weights, form, overwrite
+):
+    target = tmp_path / "to"
+
+    def meanwhile(*_):
+        save(target, {"theirs": weights["odd"]})
+
+    with mock.patch.object(pipeline.Conversion, "_verify", meanwhile):
+        if overwrite:
+            osl.convert(hf, target, format=form, overwrite=True)
+        else:
+            with pytest.raises(osl.CheckpointExistsError):
+                osl.convert(hf, target, format=form)
+    if overwrite:
+        assert osl.verify(target, hf).ok
+    else:
+        assert_same_bits(osl.load(target)["theirs"], weights["odd"])
+
+
+def test_values_of_sixteen_bytes(tmp_path):
+    value = np.arange(24).reshape(4, 6) * (1 + 2j)
+    save_pytree(tmp_path / "from", {"z": value})
+    osl.convert(tmp_path / "from", tmp_path / "to", format="orbax")
+    assert osl.verify(tmp_path / "to", tmp_path / "from").ok
+    with ocp.PyTreeCheckpointer() as plain:
+        assert_same_bits(np.asarray(plain.restore(tmp_path / "to")["z"]), value)
+
+
+def test_orbax_files_are_on_the_disk_before_they_appear(tmp_path, hf, monkeypatch):
+    flushed, commit = set(), local_commit.commit_folder
+    fsync = os.fsync
+
+    def noted(fd):
+        flushed.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    def checked(finished, folder, **options):
+        inside = [os.path.join(root, n) for root, _, files in os.walk(finished) for n in files]
+        folders = [root for root, _, _ in os.walk(finished)]
+        assert len(inside) > 3
+        assert not [path for path in inside + folders if os.stat(path).st_ino not in flushed]
+        checks.append(finished)
+        commit(finished, folder, **options)
+
+    checks = []
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(local_commit, "commit_folder", checked)
+    osl.convert(hf, tmp_path / "to", format="orbax")
+    assert checks
 
 
 @pytest.mark.parametrize("form", ["hf", "sharded"])

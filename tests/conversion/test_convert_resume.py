@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from checkpoints import random_tensor, save
+from http_server import Reply, Server, serve_range
 from orbax_calls import restore_standard, save_pytree
 
 import orbax_safetensors_layout as osl
@@ -105,6 +106,61 @@ def interrupted(fork_server, tmp_path, source):
     assert status == -9
     (workspace,) = tmp_path.glob(".*.partial-convert")
     return workspace
+
+
+def test_a_restart_that_is_interrupted_leaves_no_journal_of_what_is_gone(
+    fork_server, tmp_path, monkeypatch
+):
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    workspace = interrupted(fork_server, tmp_path, source)
+    options = osl.ConvertOptions(memory_budget_bytes=128 << 10, verify=False)
+    arguments = CONTINUED | {"options": options}
+    rmtree = shutil.rmtree
+
+    def interrupt(folder, **_):
+        rmtree(os.path.join(folder, "finished"))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            osl.convert(source, tmp_path / "target", restart=True, **arguments)
+    assert workspace.exists()
+    osl.convert(source, tmp_path / "target", **arguments)
+    values = osl.load(tmp_path / "target")
+    for name, value in WEIGHTS.items():
+        np.testing.assert_array_equal(np.asarray(values[name]), value)
+
+
+@pytest.mark.parametrize("tag", ["ETag", "Last-Modified"])
+def test_what_a_weak_version_tells_apart_is_another_source(tmp_path, tag):
+    folder = save(tmp_path / "source", WEIGHTS, files=2)
+    versions = {"ETag": ('W/"1"', 'W/"2"')}.get(
+        tag, ("Thu, 26 Nov 2026 12:00:00 GMT", "Thu, 26 Nov 2026 12:00:01 GMT")
+    )
+    now = [versions[0]]
+
+    def answer(request):
+        path = folder / request.path.removeprefix("/files/")
+        if not path.is_file():
+            return Reply(404, {}, b"")
+        return serve_range(request, path, {tag: now[0]})
+
+    def interrupt(progress):
+        if progress.done_bytes > progress.total_bytes // 2:
+            raise KeyboardInterrupt
+
+    target, budget = tmp_path / "target", {"memory_budget_bytes": 128 << 10}
+    with Server(answer) as server:
+        options = osl.ConvertOptions(**budget, progress=interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            osl.convert(f"{server.url}/files", target, format="hf", options=options)
+        save(folder, {name: -value for name, value in WEIGHTS.items()}, files=2)
+        now[0] = versions[1]
+        options = osl.ConvertOptions(**budget)
+        with pytest.raises(osl.SafetensorsLayoutError, match="one that has changed since"):
+            osl.convert(f"{server.url}/files", target, format="hf", options=options)
+        now[0] = versions[0]
 
 
 CONTINUED = {

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import obstore
 import pytest
 import safetensors.numpy
 import zstandard
@@ -27,6 +29,7 @@ from sampling import every
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
+from orbax_safetensors_layout.conversion import new_version
 from orbax_safetensors_layout.conversion.versions import PublishedVersions
 from orbax_safetensors_layout.storage import open_storage
 
@@ -267,6 +270,45 @@ def test_versions_in_a_bucket(place, tmp_path):
     read = {entry["key"] for entry in place.server.take_log() if entry["method"] == "GET"}
     assert not any("weight_v000001/model.safetensors" in key and "index" not in key for key in read)
     assert read_version(tmp_path, 0, tmp_path / "own") == seen[3]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_two_programs_that_publish_one_version_to_a_bucket(place, monkeypatch, when):
+    """The second is refused; one whose claim nobody saw sees that its file was replaced."""
+    url = f"{place.url}/versions"
+    tree = model()
+    osl.publish(url, tree)
+    mine, theirs = changed(tree, 1), changed(tree, 2)
+    put, ends = obstore.put, []
+
+    def publish():
+        try:
+            ends.append(osl.publish(url, theirs))
+        except osl.StorageError as error:
+            ends.append(str(error))
+
+    def putting(client, key, data, **options):
+        is_mine = "weight_v000002" in key and key.endswith(".safetensors") and not ends
+        if is_mine and when == "before":
+            publish()
+        result = put(client, key, data, **options)
+        if is_mine and when == "after":
+            # What another writes over it at the very same time.
+            ends.append("")
+            threading.Timer(0.5, put, (client, key, b"theirs")).start()
+        return result
+
+    monkeypatch.setattr(obstore, "put", putting)
+    write = new_version._write
+    monkeypatch.setattr(new_version, "_write", lambda *a: (write(*a), time.sleep(1)))
+    if when == "before":
+        assert osl.publish(url, mine) == 2
+        assert "another save to this path is running" in ends[0]
+        assert as_bytes(osl.pull(url, version=2).tree) == as_bytes(mine)
+    else:
+        with pytest.raises(osl.StorageError, match="another program has written"):
+            osl.publish(url, mine)
+        assert osl.pull(url).version == 1
 
 
 # Refusals.

@@ -92,6 +92,13 @@ def test_elements_narrower_than_a_byte(tmp_path, on_device, caplog):
                 np.testing.assert_array_equal(
                     np.asarray(pulled.tree[name]).astype(float), np.asarray(expected).astype(float)
                 )
+    osl.pull(tmp_path, tmp_path / "own", version=1)
+    osl.pull(tmp_path, tmp_path / "own")
+    for name, value in osl.load(tmp_path / "own").items():
+        assert value.dtype == second[name].dtype
+        np.testing.assert_array_equal(
+            np.asarray(value).astype(float), np.asarray(second[name]).astype(float)
+        )
     assert caplog.records == []
 
 

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -504,6 +505,28 @@ def test_a_folder_of_the_users_called_pieces_stays(tmp_path):
     (tmp_path / "x" / "pieces" / "mine.txt").write_text("mine")
     osl.save(tmp_path / "x", {"t": VALUE}, options=quick())
     assert (tmp_path / "x" / "pieces" / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_comes_to_the_folder_meanwhile_is_not_replaced_unasked(tmp_path, name):
+    folder, model = tmp_path / "to", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    complete = CheckpointFolder.complete
+
+    def meanwhile(*arguments):
+        complete(*arguments)
+        folder.mkdir()
+        safetensors.numpy.save_file({"t": VALUE + 1}, folder / "model.safetensors")
+        (folder / "model.safetensors").rename(folder / name)
+
+    with (
+        mock.patch.object(CheckpointFolder, "complete", meanwhile),
+        pytest.raises(osl.CheckpointExistsError),
+    ):
+        osl.save(folder, {"t": VALUE}, options=quick(model=model))
+    assert os.listdir(folder) == [name]
+    assert np.array_equal(safetensors.numpy.load_file(folder / name)["t"], VALUE + 1)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

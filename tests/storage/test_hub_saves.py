@@ -119,6 +119,50 @@ def test_a_failure_leaves_nothing(hub, tmp_path, part, is_new):
     assert nothing_is_left(tmp_path)
 
 
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_commit_of_which_the_answer_is_lost_is_known(hub, times):
+    osl.save(f"hf://{NAME}", {"old": np.ones(3)}, options=OPTIONS)
+    left = [times]
+
+    def lost(request):
+        if "/commit/" not in request.path or not left[0]:
+            return None
+        left[0] -= 1
+        return "503"
+
+    hub.hub.faults = lost
+    osl.save(f"hf://{NAME}", TREE, overwrite=True, options=OPTIONS)
+    assert set(tensors(files(hub))) == TREE.keys()
+
+
+def test_an_ignored_name_is_no_reason_to_leave_a_file_out(hub, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / ".gitignore").write_text("*.safetensors\n*.json\n")
+    safetensors.numpy.save_file({"w": np.zeros(3)}, theirs / "model.safetensors")
+    hub.add(NAME, theirs)
+    osl.save(f"hf://{NAME}", {"w": np.ones(3)}, overwrite=True)
+    assert np.array_equal(osl.load(f"hf://{NAME}")["w"], np.ones(3))
+    assert "orbax_safetensors_layout.json" in files(hub)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "orbax_safetensors_layout.json"])
+def test_a_file_that_the_hub_leaves_out_is_an_error(hub, monkeypatch, name):
+    osl.save(f"hf://{NAME}", {"w": np.zeros(3)})
+    before = files(hub)
+    ask = huggingface_hub._commit_api._fetch_upload_modes
+
+    def asked(additions, **options):
+        ask(additions=additions, **options)
+        for addition in additions:
+            addition._should_ignore = addition.path_in_repo == name
+
+    monkeypatch.setattr(huggingface_hub._commit_api, "_fetch_upload_modes", asked)
+    with pytest.raises(osl.StorageError, match=f"leaves files out of the commit: {name}"):
+        osl.save(f"hf://{NAME}", {"w": np.ones(3)}, overwrite=True)
+    assert files(hub) == before
+
+
 def test_somebody_else_commits_meanwhile(hub):
     osl.save(f"hf://{NAME}", {"w": np.ones(3)})
     other = Path(tempfile.mkdtemp())
@@ -260,6 +304,20 @@ def test_a_conversion_ends_on_the_hub(hub, tmp_path, source_kind):
         osl.convert(source, f"hf://{NAME}")
     assert main(["convert", str(source), f"hf://{NAME}", "--overwrite"]) == 0
     assert not [*tmp_path.glob("orbax_safetensors_layout-*/*")]
+
+
+def test_a_conversion_replaces_no_side_file_unasked(hub, tmp_path):
+    source, theirs = tmp_path / "source", tmp_path / "theirs"
+    osl.save(source, {"w": np.ones(3)})
+    theirs.mkdir()
+    (source / "config.json").write_text('{"a": 1}')
+    (theirs / "config.json").write_text('{"a": 2}')
+    hub.add(NAME, theirs)
+    with pytest.raises(osl.CheckpointExistsError, match=r"config\.json"):
+        osl.convert(source, f"hf://{NAME}", format="hf")
+    assert files(hub) == {"config.json": b'{"a": 2}'}
+    osl.convert(source, f"hf://{NAME}", format="hf", overwrite=True)
+    assert files(hub)["config.json"] == b'{"a": 1}'
 
 
 def test_versions_are_published_to_the_hub(hub):

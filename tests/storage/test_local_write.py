@@ -416,7 +416,7 @@ def test_what_must_survive_is_flushed_before_it_gets_its_name(tmp_path, monkeypa
 @pytest.mark.usefixtures("fd_count")
 def test_flushing_folders(tmp_path, monkeypatch):
     flush_folder(str(tmp_path))
-    with pytest.raises(osl.StorageError, match="flushing the folder failed"):
+    with pytest.raises(osl.StorageError, match="flushing failed"):
         flush_folder(str(tmp_path / "gone"))
 
     def fail(code):
@@ -428,7 +428,7 @@ def test_flushing_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail(errno.EINVAL))  # as some network file systems do
     flush_folder(str(tmp_path))
     monkeypatch.setattr(os, "fsync", fail(errno.EIO))
-    with pytest.raises(osl.StorageError, match="flushing the folder failed"):
+    with pytest.raises(osl.StorageError, match="flushing failed"):
         flush_folder(str(tmp_path))
 
 

@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import backends
 import jax
 import numpy as np
 import obstore
@@ -26,7 +27,7 @@ from remote_checks import shown
 from versions import NEW, OLD, trees_equal
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import open_storage
+from orbax_safetensors_layout.storage import cloud, cloud_commit, open_storage
 
 MIB = 1 << 20
 
@@ -315,14 +316,16 @@ def outcome(target):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_that_fails_leaves_what_was_there(place, overwrite):
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_save_that_fails_leaves_what_was_there(place, tmp_path, overwrite, is_own):
     target = f"{place.url}/step"
     if overwrite:
         osl.save(target, OLD)
     place.put("step/config.json", b"{}")
     before = files_of(place)
+    (tmp_path / "config.json").write_text("{}")
     place.server.fail(Fault("status", "PUT", key="model-00002", status=403, times=99))
-    options = osl.WriteOptions(max_file_bytes=1)
+    options = osl.WriteOptions(max_file_bytes=1, model=tmp_path if is_own else None)
     with pytest.raises(osl.StorageError, match="403"):
         osl.save(target, NEW, overwrite=overwrite, options=options)
     assert files_of(place) == before
@@ -342,6 +345,37 @@ def test_a_failing_copy_says_where_the_new_checkpoint_is(place):
         )
     where = e.value.hint.split()[4].rstrip(":")
     assert trees_equal(osl.load(where), NEW)
+
+
+def test_a_copy_that_is_not_whole_is_an_error(place):
+    osl.save(place.url, OLD)
+
+    def half(client, source, target, **_):
+        data = obstore.get(client, source).bytes()
+        obstore.put(client, target, bytes(data)[:-1])
+
+    failure = pytest.raises(osl.StorageError, match="putting the finished checkpoint in its place")
+    with mock.patch.object(obstore, "copy", half), failure as caught:
+        osl.save(place.url, NEW, overwrite=True)
+    where = re.search(r"It is complete in (\S+):", str(caught.value))[1]
+    assert trees_equal(osl.load(where), NEW)
+
+
+def test_a_copy_that_comes_later_is_waited_for(place, monkeypatch):
+    monkeypatch.setattr(cloud, "_LATER_COPIES", {place.server.kind})
+    put, late = obstore.put, []
+
+    def later(client, source, target, **_):
+        put(client, target, b"")
+        data = bytes(obstore.get(client, source).bytes())
+        late.append(threading.Timer(0.5, put, (client, target, data)))
+        late[-1].start()
+
+    osl.save(place.url, OLD)
+    with mock.patch.object(obstore, "copy", later):
+        osl.save(place.url, NEW, overwrite=True)
+    assert late
+    assert trees_equal(osl.load(place.url), NEW)
 
 
 class Turns:
@@ -384,7 +418,12 @@ class Turns:
 
 
 def test_two_programs_that_save_to_one_folder_at_once_are_told(place, monkeypatch):
-    """Here each has replaced a file of the other, with one of the same name and size."""
+    """Here each has replaced a file of the other, with one of the same name and size.
+
+    Neither sees the claim of the other, as if it had been cut off for long.
+    """
+    monkeypatch.setattr(cloud_commit._BucketClaim, "take", lambda claim: None)
+    monkeypatch.setattr(cloud_commit._BucketClaim, "check_in_store", lambda claim: None)
     turns = Turns(2, [(1, "1"), (2, "1"), (2, "2"), (1, "2"), (1, "3"), (2, "3")])
     monkeypatch.setattr(obstore, "put", functools.partial(turns.put, obstore.put))
     monkeypatch.setattr(obstore, "head", functools.partial(turns.head, obstore.head))
@@ -406,8 +445,11 @@ def test_two_programs_that_save_to_one_folder_at_once_are_told(place, monkeypatc
         osl.load(place.url)
 
 
-def test_a_save_to_a_folder_that_is_being_saved_to_is_refused(place, monkeypatch):
-    osl.save(place.url, OLD)
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_to_a_folder_that_is_being_saved_to_is_refused(place, monkeypatch, overwrite, fails):
+    if overwrite:
+        osl.save(place.url, OLD)
     put, other = obstore.put, []
 
     def put_both(client, key, data, **options):
@@ -415,13 +457,40 @@ def test_a_save_to_a_folder_that_is_being_saved_to_is_refused(place, monkeypatch
         if not other and key.endswith(".safetensors"):
             other.append(True)
             with pytest.raises(osl.StorageError, match="another save to this path is running"):
-                osl.save(place.url, {"b": np.arange(3)}, overwrite=True)
+                osl.save(place.url, {"b": np.arange(3)}, overwrite=overwrite)
+            if fails:
+                raise obstore.exceptions.PermissionDeniedError("no")
         return result
 
     monkeypatch.setattr(obstore, "put", put_both)
-    osl.save(place.url, NEW, overwrite=True)
+    with pytest.raises(osl.StorageError) if fails else contextlib.nullcontext():
+        osl.save(place.url, NEW, overwrite=overwrite)
     assert other
-    assert trees_equal(osl.load(place.url), NEW)
+    monkeypatch.setattr(obstore, "put", put)
+    osl.save(f"{place.url}-other", OTHER)
+    if not fails or overwrite:
+        assert trees_equal(osl.load(place.url), OLD if fails else NEW)
+    else:
+        osl.save(place.url, OTHER)  # nothing is left that keeps it out
+        assert trees_equal(osl.load(place.url), OTHER)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_whole_bucket_is_a_folder(server, overwrite):
+    with backends.configured(server):
+        bucket = f"{server.kind}://{BUCKET}"
+        before = server.keys()
+        try:
+            osl.save(bucket, OLD)
+            if overwrite:
+                osl.save(bucket, NEW, overwrite=True)
+            assert trees_equal(osl.load(bucket), NEW if overwrite else OLD)
+            new = {*server.keys()}.difference(before)
+            assert "orbax_safetensors_layout.json" in new
+            assert not any("partial-save" in key for key in new)
+        finally:
+            for key in {*server.keys()}.difference(before):
+                server.delete(key)
 
 
 @pytest.mark.parametrize("inwards", [False, True])

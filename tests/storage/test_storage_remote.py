@@ -735,3 +735,22 @@ def test_a_models_configuration_is_read_from_the_hub(hub, folder, tmp_path):
     (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
     hub.add("org/model", tmp_path / "model")
     assert read_config("hf://org/model") == {"model_type": "llama"}
+
+
+@pytest.mark.parametrize("status", [200, 403, 404])
+def test_a_server_with_a_page_for_what_is_missing(tmp_path, status):
+    """A file of bytes has its dtypes in the manifest beside it, if there is one."""
+    tensors = {"w": np.arange(9, dtype=np.uint8)}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    page = b"<html>this page has moved</html>"
+    with file_server(tmp_path) as server:
+        files = server.answer
+
+        def answer(request):
+            if request.path.endswith(".safetensors"):
+                return files(request)
+            return Reply(status, {"Content-Type": "text/html"}, page)
+
+        server.answer = answer
+        loaded = osl.load(f"{server.url}/files/model.safetensors")
+    assert_same(loaded, tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fnmatch
 import hashlib
 import json
 import re
@@ -137,8 +138,15 @@ class Hub:
         if match["what"] == "preupload":
             asked = json.loads(request.body)["files"]
             modes = ["lfs" if f["path"].endswith(".safetensors") else "regular" for f in asked]
+            own = repo.commits[repo.refs[revision]] / ".gitignore"
+            hosted = own.read_text() if own.is_file() else ""
+            ignored = json.loads(request.body).get("gitIgnore", hosted).split()
             files = [
-                {"path": f["path"], "uploadMode": mode, "shouldIgnore": False}
+                {
+                    "path": f["path"],
+                    "uploadMode": mode,
+                    "shouldIgnore": any(fnmatch.fnmatch(f["path"], name) for name in ignored),
+                }
                 for f, mode in zip(asked, modes, strict=True)
             ]
             return _json({"files": files})
@@ -253,7 +261,8 @@ def _error(status: int, code: str, message: str) -> Reply:
 
 def _attributes(path: Path) -> dict[str, object]:
     data = path.read_bytes()
-    attributes = {"type": "file", "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+    oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # as git has it
+    attributes = {"type": "file", "size": len(data), "oid": oid}
     if path.suffix == ".safetensors":
         digest = hashlib.sha256(data).hexdigest()
         attributes["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}

@@ -30,7 +30,7 @@ from orbax_safetensors_layout.format import ByteRange, RangeChecksums
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import ConvertOptions, is_floating
 from orbax_safetensors_layout.pytree import dotted_name
-from orbax_safetensors_layout.storage import link_tree, storage_errors
+from orbax_safetensors_layout.storage import flush_tree, link_tree, storage_errors
 
 from .._orbax import ITEM_METADATA
 from .orbax_reader import storage_error, type_handler_registry
@@ -208,6 +208,7 @@ class OrbaxTarget:
             args = ocp.args.Composite(**{self._item: args})
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
             checkpointer.save(os.path.join(folder, FINISHED), args=args, force=True)
+        flush_tree(os.path.join(folder, FINISHED))  # Orbax does not flush its metadata
 
 
 class _Adopting(_NumpyHandler):
