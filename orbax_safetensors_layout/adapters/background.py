@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Coroutine
@@ -11,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.experimental
 
+from orbax_safetensors_layout.pytree import current_mesh
 from orbax_safetensors_layout.runtime import Cancellation
 
 _jax: Any = jax  # its configuration is untyped, differently so from release to release
@@ -22,13 +24,15 @@ _R = TypeVar("_R")
 def in_callers_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function` for another thread, with the context variables that the caller of this sees now.
 
-    So with `jax.enable_x64`, which is local to a thread: a worker would refuse 64-bit values.
+    So with `jax.enable_x64` and `jax.set_mesh`, which are local to a thread: a worker would refuse
+    64-bit values, and shardings over the abstract mesh.
     """
     context = contextvars.copy_context()
     x64 = bool(_jax.config.jax_enable_x64)
+    mesh = current_mesh()
 
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _enable_x64(x64):
+        with _enable_x64(x64), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             return context.run(function, *args, **kwargs)
 
     return run

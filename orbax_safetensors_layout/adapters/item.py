@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import threading
@@ -118,7 +119,7 @@ class ItemSave:
         return future
 
     def _write(self, folder: PathLike) -> None:
-        with self._group:
+        with contextlib.closing(self._prepared.values), self._group:
             if self._wait is not None:
                 with (
                     self._group.together("making the folder"),

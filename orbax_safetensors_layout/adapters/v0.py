@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Callable
@@ -73,7 +74,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         self.used_items.add(item_of(directory))
         async with folders_being_made(directory) as wait:
             save = self._begin(directory, args, wait)
-        return [await asyncio.to_thread(save.start, directory)]
+        return [_Commit(await asyncio.to_thread(save.start, directory))]
 
     def save(self, directory: os.PathLike[str], args: ocp.args.CheckpointArgs) -> None:
         """Saves, and waits for it; also inside a running event loop."""
@@ -105,6 +106,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         if loads_orbax_item(directory, lambda: abstract_tree_of(args), mapping, options):
             return restore_orbax_item(directory, args)
         strict = not getattr(args, "partial_restore", False)
+        is_standard = isinstance(args, ocp.args.StandardRestore)
+        if is_standard and args.item is None and args.fallback_sharding is not None:
+            args = dataclasses.replace(args, item=self.metadata(directory))
 
         def load(abstract: Any) -> Any:
             switch = "`SafetensorsRestore(..., partial_restore=True)`"
@@ -121,6 +125,22 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         if is_orbax_item(directory):
             return ocp.StandardCheckpointHandler().metadata(ocp_v1.path.Path(directory))
         return metadata_v0(directory, self._mapping(None))
+
+
+class _Commit(future.Future):
+    """A save that is being written; one that is cancelled runs to its end, and is not committed."""
+
+    def __init__(self, writing: concurrent.futures.Future[None]) -> None:
+        self._writing = writing
+        self._is_cancelled = False
+
+    def result(self, timeout: float | None = None) -> None:
+        self._writing.result(timeout)
+        if self._is_cancelled:
+            raise concurrent.futures.CancelledError("the save was cancelled")
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
 
 
 def item_of(directory: str | os.PathLike[str]) -> tuple[str, str]:

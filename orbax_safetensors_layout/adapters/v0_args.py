@@ -229,9 +229,12 @@ def load_resized(
         shape: Any = getattr(leaf, "global_shape", None) or getattr(leaf, "shape", None)
         if not isinstance(array, StoredArray) or not _is_resizable(leaf, array, shape):
             continue
+        places = [leaf.sharding, array.sharding]
+        if isinstance(leaf, SavedLeaf):  # whose own is the fallback
+            places.reverse()
         abstract[str(number)] = ocp.ArrayRestoreArgs(
             dtype=leaf.dtype or array.dtype,
-            sharding=leaf.sharding or array.sharding,
+            sharding=next((place for place in places if place is not None), None),
             global_shape=tuple(shape),
         )
         rules.append(rule(str(number), _resized(name, array.shape, shape)))

@@ -8,6 +8,7 @@ from .abstract import (
     SavedLeaf,
     abstract_array,
     abstract_dicts,
+    current_mesh,
     in_host_memory,
     leaf_shapes,
 )

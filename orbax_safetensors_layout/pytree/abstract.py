@@ -60,7 +60,7 @@ class AbstractTree(NamedTuple):
 
     leaves: list[Any]
     parsed: list[AbstractLeaf | None]  # the parsed leaves; None for one that is left out
-    skipped: set[str]  # names of those that are, with and without a flax box
+    skipped: set[str]  # names of those that are, with and without a flax box, and of no tensors
     build: Callable[[Sequence[Any]], Any]  # makes the tree of values
 
     @classmethod
@@ -203,11 +203,17 @@ def in_host_memory(sharding: Sharding | None) -> bool:
     return bool(sharding.memory_kind != device.default_memory().kind)
 
 
+def current_mesh() -> Mesh | None:
+    """Return the mesh of `jax.set_mesh`, if there is one, and if JAX tells (not jax 0.7)."""
+    current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+    return current if isinstance(current, Mesh) and not current.empty else None
+
+
 def _with_devices(sharding: NamedSharding) -> NamedSharding:
     """Return an abstract mesh's sharding, as `jax.eval_shape` gives, on `jax.set_mesh`'s mesh."""
-    current = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
-    if isinstance(current, Mesh) and dict(current.shape) == dict(sharding.mesh.shape):
-        return NamedSharding(current, sharding.spec)
+    current = current_mesh()
+    if current is not None and dict(current.shape) == dict(sharding.mesh.shape):
+        return NamedSharding(current, sharding.spec, memory_kind=sharding.memory_kind)
     return sharding
 
 

@@ -239,14 +239,23 @@ def _refuse_unexpected(catalog: Catalog, names: list[str], tree: AbstractTree) -
     def with_prefixes(name: str) -> Iterator[str]:
         return itertools.accumulate(name.split("."), lambda above, part: f"{above}.{part}")
 
+    manifest = catalog.manifest()
+    values = {} if manifest is None else manifest.values()
     unexpected = [
         name
-        for name in sorted(set(catalog.names) - set(names))
+        for name in sorted({*catalog.names, *values} - set(names))
         if tree.skipped.isdisjoint(with_prefixes(name))
     ]
     if unexpected:
-        message = "the checkpoint has a tensor that the abstract tree does not name"
+        message = "the checkpoint has a {} that the abstract tree does not name"
         raise UnexpectedTensorError.collect(
-            [UnexpectedTensorError(message, file=catalog.path, tensor=name) for name in unexpected],
-            hint="Put `...` for a tensor to leave out, or load with ReadOptions(strict=False).",
+            [
+                UnexpectedTensorError(
+                    message.format("value" if name in values else "tensor"),
+                    file=catalog.path,
+                    tensor=name,
+                )
+                for name in unexpected
+            ],
+            hint="Put `...` for what to leave out, or load with ReadOptions(strict=False).",
         )

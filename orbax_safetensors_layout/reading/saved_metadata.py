@@ -62,7 +62,8 @@ class SavedMetadata:
             filled = iter(values)
             return decode_treedef(node, lambda _: next(filled))
 
-        return AbstractTree(values, parsed, set(), build)
+        named = {name for name, leaf in leaf_names(node) if isinstance(leaf, ValueLeaf)}
+        return AbstractTree(values, parsed, named, build)
 
     def apply_defaults(self, tree: AbstractTree, *, devices: bool) -> AbstractTree:
         """Return an abstract tree with recorded placements and values in place of defaults.
@@ -71,7 +72,7 @@ class SavedMetadata:
         place go where they were saved from, if there are such devices. `devices` refuses shardings
         without devices. Recorded values that do not fit the tree are one `MismatchError`.
         """
-        given, parsed = list(tree.leaves), list(tree.parsed)
+        given, parsed, skipped = list(tree.leaves), list(tree.parsed), set(tree.skipped)
         problems: list[MismatchError] = []
         for number, abstract in enumerate(tree.parsed):
             if abstract is None:
@@ -85,12 +86,13 @@ class SavedMetadata:
                     check_placeable(abstract, devices)
                     given[number] = _as_abstract(leaf.value, abstract)
                     parsed[number] = None
+                    skipped |= {name, abstract.name}
                 except MismatchError as problem:
                     problem.file, problem.tensor = self._catalog.path, abstract.name
                     problems.append(problem)
         if problems:
             raise MismatchError.collect(problems)
-        return tree._replace(leaves=given, parsed=parsed)
+        return tree._replace(leaves=given, parsed=parsed, skipped=skipped)
 
     def _completed(self, abstract: AbstractLeaf, leaf: TensorLeaf) -> AbstractLeaf:
         """Return an abstract array as it was saved, where the caller leaves that open."""

@@ -13,6 +13,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 import safetensors.numpy
 from checkpoints import assert_same_bits, save
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jax_versions import enable_x64
 from llama_folder import (
     NORM,
@@ -22,6 +23,7 @@ from llama_folder import (
     check_sharded,
     sharded_abstract,
 )
+from meshes import mesh_of
 from orbax_calls import layout_context
 
 import orbax_safetensors_layout as osl
@@ -50,6 +52,22 @@ def safetensors_layout(request):
 
 def test_load_sharded(layout, folder):
     check_sharded(ocp.load(folder, sharded_abstract()))
+
+
+def test_shardings_over_an_abstract_mesh_find_the_mesh_that_is_set(layout, folder):
+    mesh = mesh_of(a=4, b=2, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    shape = TENSORS[NORM].shape
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh.abstract_mesh, P("a"))
+        leaf = jax.ShapeDtypeStruct(shape, NORM_LEAF.dtype, sharding=sharding)
+        abstract = {name: leaf if name == NORM else ... for name in TENSORS}
+        if not hasattr(jax.sharding, "get_mesh"):  # jax 0.7: nobody may ask which mesh is set
+            with pytest.raises(osl.MismatchError, match="names no devices"):
+                ocp.load(folder, abstract)
+            return
+        loaded = ocp.load(folder, abstract)
+    assert loaded[NORM].sharding == NamedSharding(mesh, P("a"))
+    assert_same_bits(loaded[NORM], TENSORS[NORM])
 
 
 def test_load_without_a_tree_gives_numpy_as_the_builtin_layout_does(layout, folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -210,14 +212,60 @@ def test_arrays_of_another_shape_are_cut_and_padded(tmp_path, layout):
             jax.ShapeDtypeStruct(shape, dtype, sharding=moved),
             jax.ShapeDtypeStruct(shape, dtype),
         ):
-            args = Standard(state | {"w": leaf}, strict=False)
-            expected = orbaxs.restore(tmp_path / "orbaxs", args=args)
-            same(ours.restore(tmp_path / "ours", args=args), expected)
+            for fallback in (None, EVERYWHERE):
+                item = state | {"w": leaf}
+                args = Standard(item, strict=False, fallback_sharding=fallback)
+                expected = orbaxs.restore(tmp_path / "orbaxs", args=args)
+                same(ours.restore(tmp_path / "ours", args=args), expected)
         loose = ocp.ArrayRestoreArgs(global_shape=shape, sharding=moved, strict=False)
         restore_args = plain(state) | {"b": {"c": loose}}
         for args in (PyTree(restore_args=restore_args), PyTree(state, restore_args=restore_args)):
             expected = pytree.restore(tmp_path / "orbaxs", args=args)
             same(ours.restore(tmp_path / "ours", args=args), expected)
+
+
+def test_a_fallback_takes_the_place_of_shardings_that_are_not_to_be_had(tmp_path):
+    state = {
+        "w": place(np.arange(64.0).reshape(8, 8), P("x")),
+        "host": np.arange(3),
+        "step": 3,
+        "name": "run",
+    }
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    ours.save(tmp_path / "step", args=ocp.args.StandardSave(state))
+    manifest = tmp_path / "step" / "orbax_safetensors_layout.json"
+    records = json.loads(manifest.read_text())
+    (record,) = records["shardings"]
+    record["mesh"], record["devices"] = {"x": 8, "y": 2}, [*range(16)]
+    manifest.write_text(json.dumps(records))
+    restored = ours.restore(tmp_path / "step", args=Standard(fallback_sharding=EVERYWHERE))
+    assert restored["w"].sharding == EVERYWHERE
+    assert type(restored["host"]) is np.ndarray
+    same(restored, state | {"w": jax.device_put(state["w"], EVERYWHERE)})
+    assert type(ours.restore(tmp_path / "step")["w"]) is np.ndarray
+
+
+@pytest.mark.parametrize("left_out", ["w", "step", "name"])
+def test_what_the_item_does_not_name_is_refused_whatever_it_is(tmp_path, left_out):
+    state = {"w": place(np.arange(8.0), P("x")), "v": np.ones(2), "step": 3, "name": "run"}
+    item = {name: value for name, value in state.items() if name != left_out}
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    ours.save(tmp_path / "ours", args=ocp.args.StandardSave(state))
+    if left_out != "name":  # Orbax's handler saves no strings
+        orbaxs = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+        of_both = {name: value for name, value in state.items() if name != "name"}
+        orbaxs.save(tmp_path / "orbaxs", args=ocp.args.StandardSave(of_both))
+        asked = {name: value for name, value in item.items() if name != "name"}
+        with pytest.raises(ValueError, match=left_out):
+            orbaxs.restore(tmp_path / "orbaxs", args=Standard(asked))
+    with pytest.raises(osl.UnexpectedTensorError, match=f"'{left_out}'"):
+        ours.restore(tmp_path / "ours", args=Standard(item))
+    same(
+        ours.restore(tmp_path / "ours", args=osl.SafetensorsRestore(item, partial_restore=True)),
+        item,
+    )
+    restored = ours.restore(tmp_path / "ours", args=osl.SafetensorsRestore(item | {left_out: ...}))
+    same(restored, item | {left_out: ...})
 
 
 def test_what_is_not_cut_or_padded(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from saving import Gate, opened, tensor_files
 from states import everything, same, train_state
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.writing import host
 
 SAVES = [osl.SafetensorsSave, ocp.args.StandardSave, ocp.args.PyTreeSave]
 VALUES = np.arange(64.0, dtype=np.float32).reshape(8, 8)
@@ -47,6 +50,44 @@ def asynchronous():
 def finish(checkpointer):
     if isinstance(checkpointer, ocp.AsyncCheckpointer):
         checkpointer.wait_until_finished()
+
+
+def test_a_save_that_is_cancelled_is_not_committed(tmp_path):
+    gate = Gate()
+    handler = osl.SafetensorsCheckpointHandler(write=gate.options)
+    with ocp.AsyncCheckpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "step", args=osl.SafetensorsSave({"a": VALUES, "b": VALUES}))
+        assert gate.reached.wait(30)
+        checkpointer.cancel()
+        gate.open()
+        checkpointer.wait_until_finished()
+        assert not (tmp_path / "step").exists()
+        checkpointer.save(tmp_path / "next", args=osl.SafetensorsSave({"a": VALUES}))
+        checkpointer.wait_until_finished()
+        same(checkpointer.restore(tmp_path / "next"), {"a": VALUES})
+
+
+def test_a_save_that_failed_holds_no_copies(tmp_path, monkeypatch):
+    """The program may keep its error, whose traceback leads to all that was prepared."""
+    monkeypatch.setattr(host, "_on_host", lambda array: False)
+    capture, copies = host.HostValues.capture, []
+
+    def captured(values, *arguments):
+        capture(values, *arguments)
+        members = (copy for held in values._captured.values() for copy in held.members)
+        copies.extend(map(weakref.ref, members))
+
+    monkeypatch.setattr(host.HostValues, "capture", captured)
+    tree = {name: place(VALUES, P("x"), mesh_of(x=8)) for name in "ab"}
+    with ocp.AsyncCheckpointer(osl.SafetensorsCheckpointHandler()) as checkpointer:
+        with full_disk():
+            checkpointer.save(tmp_path / "step", args=osl.SafetensorsSave(tree))
+            with pytest.raises(osl.StorageError) as caught:
+                checkpointer.wait_until_finished()
+        assert copies
+        gc.collect()
+        assert not any(copy() is not None for copy in copies)
+        assert caught.value is not None
 
 
 @pytest.mark.parametrize("save", SAVES)
