@@ -250,9 +250,14 @@ class Catalog:
         if self.files != (self.path,):
             return None
         file = self.path.removesuffix(self.path.rpartition("/")[2]) + MANIFEST
-        with contextlib.suppress(StorageError):  # a server may forbid to look for others
+        try:
             return read_manifest(self.storage, file) if self.storage.is_file(file) else None
-        return None
+        except StorageError:  # a server may forbid to look for others
+            return None
+        except InvalidManifestError:
+            if self.storage.lists:
+                raise
+            return None  # it may answer with a page in place of "not found"
 
     def metadata(self) -> dict[str, str]:
         """Return the `__metadata__` strings of all files; the first file in sorted order wins."""

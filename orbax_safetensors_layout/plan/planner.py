@@ -51,8 +51,8 @@ class RegionPlanner:
             leaf.check()
             return list(make(number, leaf))
         # What is converted is cut into slabs, what a block takes is not.
-        is_input, scratch = leaf.block is not None, leaf.uses_scratch
-        key = (leaf.shape, leaf.stored.code, scratch, is_input, id(leaf.local), pattern)
+        use = leaf.is_converted, leaf.block is not None
+        key = (leaf.shape, leaf.stored.code, use, id(leaf.local), pattern)
         known = self._known.get(key)
         if known is None:
             leaf.check()

@@ -264,8 +264,8 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Return a digest of the plan, equal on all processes before anything is exchanged.
 
-    Of what is exchanged it has all that the values follow from; of the files' bytes their version,
-    or a sample where there is none.
+    Of what is exchanged it has all that the values follow from; of the files' bytes what `_content`
+    tells.
     """
     merged = () if mapping is None else mapping.merged
     digest = hashlib.sha256(repr([*merged]).encode())
@@ -324,7 +324,7 @@ def fingerprint_of(
         " the same adapters merged.",
         [f"{name}={value}" for name, value in assumptions.items()],
         parts=functools.partial(_described, leaves, files),
-        content=_content(catalog, entries, files),
+        content=_content(catalog, leaves, entries, files),
         place=path,
     )
 
@@ -460,26 +460,32 @@ def _stored_places(entries: Iterable[TensorEntry], files: Dict[str, str]) -> str
     )
 
 
-def _content(catalog: Catalog, entries: Sequence[TensorEntry], files: Dict[str, str]) -> str:
-    """Return a digest that tells apart the bytes of tensors that are exchanged, if there are some.
+def _content(
+    catalog: Catalog,
+    leaves: Sequence[ResolvedLeaf],
+    exchanged: Sequence[TensorEntry],
+    files: Dict[str, str],
+) -> str:
+    """Return a digest that tells apart the bytes of a load's tensors.
 
     It has the versions of files, as far as their storage knows them; of local files, since each
-    host may have its own, a sample of the bytes; of pieces the save that made them.
+    host may have its own, a sample of the bytes that are exchanged; of pieces the save that made
+    them.
     """
-    if not entries:
-        return ""
     if catalog.layout == "sharded":
         manifest = catalog.manifest()
         pieces = manifest and manifest.pieces
         return _short_digest(pieces and (pieces.save_id, pieces.files))
     storage = catalog.storage
-    by_place = [*{(entry.file, entry.start): entry for entry in entries}.values()]
-    versions = {files[f]: storage.version(f) for f in {entry.file for entry in by_place}}
-    sample = []
-    if isinstance(storage, LocalStorage):
-        for entry in by_place[:: -(-len(by_place) // _SAMPLES)]:
-            sample.append(storage.sample(entry.file, entry.start, entry.stop))
-    return _short_digest((sorted(versions.items()), sample))
+    if not isinstance(storage, LocalStorage):
+        used = {entry.file for leaf in leaves for entry in _entries(leaf.region.source)}
+        return _short_digest(sorted((files[file], storage.version(file)) for file in used))
+    by_place = [*{(entry.file, entry.start): entry for entry in exchanged}.values()]
+    sample = [
+        storage.sample(entry.file, entry.start, entry.stop)
+        for entry in by_place[:: -(-len(by_place) // _SAMPLES) or 1]
+    ]
+    return _short_digest(sample) if sample else ""
 
 
 def _short_digest(value: object) -> str:

@@ -67,9 +67,11 @@ class Workers:
 
     def progress(self) -> bool:
         """Waits for a task, and does what follows; False if none is in flight."""
-        if not self._in_flight:
-            return False
         while True:
+            if self._error is not None:
+                raise self._error
+            if not self._in_flight:
+                return False
             self._cancellation.check()
             self._check()
             try:

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits, random_tensor, save
@@ -228,6 +229,25 @@ def test_an_error_of_a_function_names_the_leaf(path):
     with pytest.raises(ZeroDivisionError, match="by the user") as caught:
         osl.load(path, mapping=rules)
     assert caught.value.__notes__ == ["In a function that makes leaf 'odd.leaf'."]
+
+
+def test_inputs_of_one_shape_of_which_one_is_converted(tmp_path):
+    """It is cut into slabs, the other is not."""
+    a = random_tensor((256, 64), np.uint8, 0) % 16
+    tensors = {"a": a.astype(ml_dtypes.uint4), "b": random_tensor((256, 64), np.uint8, 1)}
+    osl.save(tmp_path / "saved", tensors)
+    for order in ("ab", "ba"):
+        expr = osl.opaque(
+            lambda x, y: x.astype(np.uint8) * 2 + y.astype(np.uint8),
+            *(osl.tensor(name) for name in order),
+            shape=(256, 64),
+            dtype="uint8",
+        )
+        mapping = osl.Mapping([osl.rule("leaf", expr)])
+        options = osl.ReadOptions(request_bytes=1024)
+        loaded = osl.load(tmp_path / "saved", mapping=mapping, options=options)["leaf"]
+        x, y = (tensors[name].astype(np.uint8) for name in order)
+        assert_same_bits(loaded, x * 2 + y)
 
 
 def test_a_name_is_no_mapping(tmp_path, path):

@@ -321,12 +321,15 @@ def test_an_abstract_mesh_can_be_planned_but_not_loaded(path):
     assert not storage.tensor_ranges()
 
 
-def test_shardings_over_an_abstract_mesh_find_the_mesh_that_is_set(path, tensors):
+@pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
+def test_shardings_over_an_abstract_mesh_find_the_mesh_that_is_set(path, tensors, memory_kind):
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     mesh = mesh_of(a=4, b=2, axis_types=explicit)
     with jax.set_mesh(mesh):
         # What jax.eval_shape gives where mesh axes are explicit.
-        sharding = NamedSharding(mesh.abstract_mesh, PartitionSpec("a", "b"))
+        sharding = NamedSharding(
+            mesh.abstract_mesh, PartitionSpec("a", "b"), memory_kind=memory_kind
+        )
         abstract = {"layers.0.kernel": sds((8, 4), sharding=sharding)}
         if not hasattr(jax.sharding, "get_mesh"):  # jax 0.7: nobody may ask which mesh is set
             with pytest.raises(osl.MismatchError, match="names no devices"):
@@ -334,6 +337,7 @@ def test_shardings_over_an_abstract_mesh_find_the_mesh_that_is_set(path, tensors
             return
         array = osl.load(path, abstract)["layers.0.kernel"]
     assert array.sharding.spec == PartitionSpec("a", "b")
+    assert memory_kind in (None, array.sharding.memory_kind)
     assert len(array.addressable_shards) == 8
     assert_same_bits(array, tensors["layers.0.kernel"])
 

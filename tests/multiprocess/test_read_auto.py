@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -86,6 +87,24 @@ def test_processes_that_have_other_files_exchange_nothing(path, tmp_path, case):
             said = re.findall("process ([01]) has [^ ]+ .content ([0-9a-f]+)", text)
             assert [number for number, _ in said] == ["0", "1"], text
             assert said[0][1] != said[1][1]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_hosts_that_have_two_saves_at_one_path_are_told(tmp_path, copied):
+    """Of which each would read its part, and the arrays be a mixture."""
+    options = osl.WriteOptions(layout="sharded")
+    first, other = (tmp_path / name / "pieces" for name in ("first", "other"))
+    osl.save(first, {"a": np.zeros((64, 96), np.float32)}, options=options)
+    if copied:
+        shutil.copytree(first, other)
+    else:
+        osl.save(other, {"a": np.ones((64, 96), np.float32)}, options=options)
+    for said in run(str(first), "saves", 2, other=str(other)):
+        if copied:
+            assert said == 1
+        else:
+            assert "PeerError: process 1 failed while " in said
+            assert "its files are others: process 0 has /models/pieces (content " in said
 
 
 def test_hosts_with_copies_at_one_path_exchange(path, tmp_path):
