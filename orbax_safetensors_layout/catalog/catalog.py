@@ -18,6 +18,7 @@ from typing import Self
 from orbax_safetensors_layout.errors import (
     InvalidIndexError,
     InvalidManifestError,
+    SafetensorsLayoutError,
     StorageError,
     listed,
 )
@@ -246,18 +247,30 @@ class Catalog:
             )
 
     def _manifest_beside(self) -> Manifest | None:
-        """Return the manifest beside a file that is opened by itself, if one can be read."""
+        """Return the manifest of a file that is opened by itself, if one beside it speaks of it."""
         if self.files != (self.path,):
             return None
         file = self.path.removesuffix(self.path.rpartition("/")[2]) + MANIFEST
         try:
-            return read_manifest(self.storage, file) if self.storage.is_file(file) else None
+            if not self.storage.is_file(file) or self._is_other():
+                return None
+            return read_manifest(self.storage, file)
         except StorageError:  # a server may forbid to look for others
             return None
         except InvalidManifestError:
             if self.storage.lists:
                 raise
             return None  # it may answer with a page in place of "not found"
+
+    def _is_other(self) -> bool:
+        """Whether a file is none of the checkpoint in its folder, as far as that can be told."""
+        above, _, name = self.path.rpartition("/")
+        folder = above or ("/" if self.path.startswith("/") else ".")
+        if self.storage.lists:
+            with contextlib.suppress(SafetensorsLayoutError):
+                files = discover(self.storage, folder, on_error=lambda _: None).files
+                return name not in {file.rpartition("/")[2] for file in files}
+        return False
 
     def metadata(self) -> dict[str, str]:
         """Return the `__metadata__` strings of all files; the first file in sorted order wins."""

@@ -155,6 +155,17 @@ def test_a_file_by_itself_has_the_saved_dtypes(tmp_path, shape):
 
 
 @pytest.mark.parametrize("form", ["hf", "sharded"])
+def test_a_file_by_itself_that_is_not_of_the_saved_ones_is_as_it_is(tmp_path):
+    narrow = np.array([1, -2, 4]).astype(ml_dtypes.float4_e2m1fn)
+    osl.save(tmp_path, {"w": narrow})
+    theirs = np.array([200, 17, 3], np.uint8)
+    safetensors.numpy.save_file({"w": theirs}, tmp_path / "other.safetensors")
+    loaded = osl.load(tmp_path / "other.safetensors")["w"]
+    assert loaded.dtype == np.uint8
+    np.testing.assert_array_equal(loaded, theirs)
+    assert osl.load(tmp_path / "model.safetensors")["w"].dtype == narrow.dtype
+
+
 def test_side_files_are_of_the_same_version_as_the_tensors(tmp_path, monkeypatch, form):
     """A link that moves at any moment: one version or an error."""
     link, real = tmp_path / "latest", os.open

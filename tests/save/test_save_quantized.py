@@ -506,3 +506,25 @@ def test_the_peak_memory_of_a_conversion(tmp_path, kind):
     environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
     grown = run_alone("convert_quantized_peak.py", tmp_path, kind, environment=environment)
     assert int(grown) < 48 << 20
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"weight": ml_dtypes.float8_e4m3fn, "weight_scale_inv": np.float32},
+        {"weight_packed": np.int32, "weight_scale": ml_dtypes.bfloat16},
+        {"up_proj_blocks": np.uint8, "up_proj_scales": np.uint8},
+        {"qweight": np.int32, "scales": np.float16},
+    ],
+    ids=lambda parts: next(iter(parts)),
+)
+def test_what_is_quantised_already_is_refused(tmp_path, parts):
+    """The configuration would speak of the new weights alone, and leave these undecoded."""
+    plain = np.ones((128, 128), ml_dtypes.bfloat16)
+    tree = {"a.q_proj.weight": plain, "vision.scale": np.ones(4, np.float32)}
+    options = osl.WriteOptions(quantize=osl.Quantization("int4"))
+    osl.save(tmp_path / "plain", tree, options=options)
+    tree |= {f"e.up_proj.{name}": np.ones((128, 128)).astype(kind) for name, kind in parts.items()}
+    with pytest.raises(osl.MappingError, match=r"(?s)quantised already.*e\.up_proj.*dequantize"):
+        osl.save(tmp_path / "partly", tree, options=options)
+    assert not (tmp_path / "partly").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ QuantizedFormat = Literal[
 ]
 _WEIGHT = ".weight"
 _HEAD = "lm_head"
+_SCALE = re.compile(r"(^|[._])(scales?|scale_inv)$")  # of a weight that is quantised
 _FUSED = "gpt_oss_mxfp4"
 _UINT8 = np.dtype(np.uint8)
 _GROUP = 128
@@ -154,8 +156,9 @@ class Quantization:
         """Return the tensors of the files; `dtype` is that of what is not quantised, if given.
 
         Raises:
-            MappingError: No weight is of these modules, or one cannot be quantised.
+            MappingError: No weight is of these modules, or one cannot be quantised, or is already.
         """
+        _refuse_quantized(weights)
         chosen = self._chosen(weights)
         axes = (3,) if self.format == _FUSED else (2, 3)  # two are those of biases of experts
         left = [
@@ -285,6 +288,28 @@ class Quantization:
                 hint="Say which: Quantization(..., modules=['*.attention.*']).",
             )
         return chosen
+
+
+def _refuse_quantized(weights: Mapping[str, BoundExpr]) -> None:
+    """Refuses weights that are quantised already: the configuration would say nothing of them."""
+    scaled = {name.rpartition(".")[0] for name in weights if _SCALE.search(name)}
+    found = [
+        name
+        for name, weight in weights.items()
+        if name.rpartition(".")[0] in scaled
+        and not _SCALE.search(name)
+        and len(weight.shape) > 1
+        and not (is_floating(weight.dtype) and weight.dtype.itemsize > 1)
+    ]
+    if found:
+        raise MappingError(
+            "weights are quantised already",
+            tensor=found[0],
+            expected="floating-point weights of 16 bits or more",
+            found=listed(map(repr, found), 3),
+            hint="Decode them first: through osl.dequantized, or convert(..., dequantize=)"
+            " (--dequantize).",
+        )
 
 
 def _check_blocks(name: str, shape: tuple[int, ...]) -> None:
