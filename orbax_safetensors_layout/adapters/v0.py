@@ -106,8 +106,11 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         if loads_orbax_item(directory, lambda: abstract_tree_of(args), mapping, options):
             return restore_orbax_item(directory, args)
         strict = not getattr(args, "partial_restore", False)
-        is_standard = isinstance(args, ocp.args.StandardRestore)
-        if is_standard and args.item is None and args.fallback_sharding is not None:
+        if (
+            isinstance(args, ocp.args.StandardRestore)
+            and args.item is None
+            and args.fallback_sharding is not None
+        ):
             args = dataclasses.replace(args, item=self.metadata(directory))
 
         def load(abstract: Any) -> Any:

@@ -293,7 +293,7 @@ class Quantization:
 def _refuse_quantized(weights: Mapping[str, BoundExpr]) -> None:
     """Refuses weights that are quantised already: the configuration would say nothing of them."""
     scaled = {name.rpartition(".")[0] for name in weights if _SCALE.search(name)}
-    found = [
+    quantized = [
         name
         for name, weight in weights.items()
         if name.rpartition(".")[0] in scaled
@@ -301,12 +301,12 @@ def _refuse_quantized(weights: Mapping[str, BoundExpr]) -> None:
         and len(weight.shape) > 1
         and not (is_floating(weight.dtype) and weight.dtype.itemsize > 1)
     ]
-    if found:
+    if quantized:
         raise MappingError(
             "weights are quantised already",
-            tensor=found[0],
+            tensor=quantized[0],
             expected="floating-point weights of 16 bits or more",
-            found=listed(map(repr, found), 3),
+            found=listed(map(repr, quantized), 3),
             hint="Decode them first: through osl.dequantized, or convert(..., dequantize=)"
             " (--dequantize).",
         )
