@@ -224,8 +224,8 @@ class StagedCopy(NewFolder):
 
 
 def _claims(target: str) -> str:
-    """The folder of all claims to a target."""
-    return f"{partial_folder(target)}.claims"
+    """Return the folder of all claims to a target: in it, where who saves may write in any case."""
+    return join(target, ".partial-save.claims")
 
 
 def _ranked(storage: Storage, folder: str, rank: Rank) -> list[str]:
