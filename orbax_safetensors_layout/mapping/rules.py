@@ -194,7 +194,7 @@ class Mapping:
             abstract = leaf_shapes(abstract)
         bound = self.bind(checkpoint, abstract)
         try:
-            self.inverse().bind(bound.specs())
+            self.inverse().bind(bound.specs(), is_part=True)
         except MappingError as error:
             return f"{bound.explain()}\nFor loading only. {error}"
         return bound.explain()
@@ -309,17 +309,20 @@ class InverseMapping:
     def __repr__(self) -> str:
         return f"{self.mapping!r}.inverse()"
 
-    def bind(self, leaves: Shapes, checkpoint: Checkpoint | None = None) -> BoundMapping:
+    def bind(
+        self, leaves: Shapes, checkpoint: Checkpoint | None = None, *, is_part: bool = False
+    ) -> BoundMapping:
         """Return each tensor as an expression over leaves; tied leaves are compared with others.
 
         A tensor's dtype is the result of the inverse operations on its leaves: that of the leaf
         where the mapping has no cast. `checkpoint` gives the tensors' names and shapes; None takes
-        those of `Mapping.like`, or infers them from the leaves.
+        those of `Mapping.like`, or infers them from the leaves: of all rules that are not optional,
+        unless the leaves are a part of the model's.
         """
         own = TensorSpecs.of(leaves)
         shapes = {name: spec.shape for name, spec in own.items()}
         if checkpoint is None:
-            checkpoint = self._inferred(own, shapes)
+            checkpoint = self._inferred(own, shapes, is_part=is_part)
         forward = self.mapping.bind(checkpoint, shapes)
         try:
             inverted = invert(forward.expressions, own, forward.ties)
@@ -336,7 +339,7 @@ class InverseMapping:
         """Return a table: each tensor, its shape, the leaves that it takes; see `bind`."""
         return self.bind(leaves, checkpoint).explain()
 
-    def _inferred(self, leaves: TensorSpecs, shapes: LeafShapes) -> TensorSpecs:
+    def _inferred(self, leaves: TensorSpecs, shapes: LeafShapes, *, is_part: bool) -> TensorSpecs:
         """Return the tensors to save: those of `like`, and others of inferred shapes."""
         inferred: dict[str, InferredTensor] = {}
         files = self.mapping.files
@@ -355,7 +358,7 @@ class InverseMapping:
                     inferred[name] = first.join(name, shape)
             except MappingError as error:
                 problems += within(error, f"leaf {leaf!r}", f"rule {rule.target!r}").problems
-        if not problems and files is None and self.mapping.strict:
+        if not problems and files is None and self.mapping.strict and not is_part:
             problems += self._absent(targets, NameTree(inferred))
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}

@@ -479,7 +479,9 @@ def _content(
     storage = catalog.storage
     if not isinstance(storage, LocalStorage):
         used = {entry.file for leaf in leaves for entry in _entries(leaf.region.source)}
-        return _short_digest(sorted((files[file], storage.version(file)) for file in used))
+        versions = {files[file]: storage.version(file) for file in used}
+        known = sorted((file, version) for file, version in versions.items() if version)
+        return _short_digest(known) if known else ""
     by_place = [*{(entry.file, entry.start): entry for entry in exchanged}.values()]
     sample = [
         storage.sample(entry.file, entry.start, entry.stop)

@@ -26,6 +26,7 @@ from .base import Buffer, FileWriter, NewFolder, Rank, Storage, join, new_file
 from .buffers import changed, fill, truncated
 from .cloud_client import NOT_FOUND, Client, classify, open_client, service_of
 from .cloud_commit import (
+    CLAIMS,
     LONGEST_REQUEST_SECONDS,
     Check,
     InPlace,
@@ -211,9 +212,13 @@ class CloudStorage(Storage):
         return StagedCopy(target, self, rank) if overwrite else InPlace(target, self, rank, scratch)
 
     def check_written(self, folder: str) -> None:
-        inside = join(folder, "")
+        inside, claims = join(folder, ""), join(folder, CLAIMS)
         with self._lock:
-            written = {f: seen for f, seen in self._written.items() if f.startswith(inside)}
+            written = {
+                file: seen
+                for file, seen in self._written.items()
+                if file.startswith(inside) and not file.startswith(claims)  # which are renewed
+            }
 
         def check(file: str) -> None:
             if not written[file].is_same(self._head(file)):

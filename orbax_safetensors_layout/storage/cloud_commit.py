@@ -20,6 +20,7 @@ from orbax_safetensors_layout.runtime import Workers
 from .base import NewFolder, Rank, Storage, join, write_file
 from .commit_note import partial_folder
 
+CLAIMS = ".partial-save.claims"  # a folder in that which is saved to: there who saves may write
 _AT_ONCE = 16
 _RENEWAL_SECONDS = 10.0
 _DEAD_SECONDS = 60.0  # a claim that was not renewed for so long is of a process that died
@@ -46,7 +47,7 @@ class InPlace(NewFolder):
         self.storage = storage
         self._rank = rank
         self._scratch = scratch
-        self._claim = _BucketClaim(_claims(target), target, storage)
+        self._claim = _BucketClaim(target, storage)
         self._is_prepared = False
 
     def begin(self) -> None:
@@ -57,13 +58,12 @@ class InPlace(NewFolder):
         self._is_prepared = True
 
     def commit(self) -> None:
-        self._claim.check_in_store()
-        self._is_prepared = False
+        self._is_prepared = False  # what another has replaced, each process has looked for
 
     def end(self) -> None:
         try:
-            if self._is_prepared:
-                with contextlib.suppress(SafetensorsLayoutError):  # the first error is raised
+            with contextlib.suppress(SafetensorsLayoutError):  # the first error is raised
+                if self._is_prepared and self._claim.is_in_store():  # or another save has begun
                     self._clear()
         finally:
             self._claim.release()
@@ -78,14 +78,14 @@ class InPlace(NewFolder):
 class _BucketClaim:
     """Shows in the store that a save to `target` is running, as long as its process lives.
 
-    Each save puts an object of its own into `folder` and looks for others: of two, one or both see
+    Each save puts an object of its own into a folder and looks for others: of two, one or both see
     the other, whatever the order. The object is renewed, so that a dead process's shows its age.
     One that was once too old stays so, as another save may have taken its place.
     """
 
-    def __init__(self, folder: str, target: str, storage: Storage) -> None:
-        self._folder = folder
-        self._file = join(folder, uuid.uuid4().hex)
+    def __init__(self, target: str, storage: Storage) -> None:
+        self._folder = join(target, CLAIMS)
+        self._file = join(self._folder, uuid.uuid4().hex)
         self._target = target
         self._storage = storage
         self._released = threading.Event()
@@ -127,6 +127,15 @@ class _BucketClaim:
             self.check()
             self._storage.check_written(self._folder)
 
+    def is_in_store(self) -> bool:
+        """Whether no other program has taken this save for one of a dead process."""
+        with self._lock:
+            try:
+                self._storage.check_written(self._folder)
+            except StorageError:
+                return False
+        return True
+
     def release(self) -> None:
         self._released.set()
         with self._lock, contextlib.suppress(SafetensorsLayoutError):
@@ -156,7 +165,7 @@ class StagedCopy(NewFolder):
         self.folder = partial_folder(target)
         self.storage = storage
         self._rank = rank
-        self._claim = _BucketClaim(_claims(target), target, storage)
+        self._claim = _BucketClaim(target, storage)
         self._keeps = True
 
     def begin(self) -> None:
@@ -221,11 +230,6 @@ class StagedCopy(NewFolder):
 
     def _remove(self, name: str) -> None:
         self.storage.remove_pinned(join(self.target, name), check=self._claim.check)
-
-
-def _claims(target: str) -> str:
-    """Return the folder of all claims to a target: in it, where who saves may write in any case."""
-    return join(target, ".partial-save.claims")
 
 
 def _ranked(storage: Storage, folder: str, rank: Rank) -> list[str]:

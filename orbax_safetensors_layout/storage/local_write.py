@@ -158,10 +158,11 @@ def write_fully(fd: int, offset: int, buffers: Sequence[Buffer]) -> None:
 
 
 def flush_tree(folder: str) -> None:
-    """Makes all that is in a folder durable: bytes and names."""
+    """Makes all that is in a folder durable, bytes and names, but for files that were linked."""
     for root, _, names in os.walk(folder):
         for name in names:
-            flush_folder(os.path.join(root, name))
+            if os.lstat(file := os.path.join(root, name)).st_nlink == 1:
+                flush_folder(file)
         flush_folder(root)
 
 

@@ -190,7 +190,9 @@ class RemoteFile:
 
     @property
     def stamp(self) -> str:
-        """The version by the first server: also a weak ETag, or when the file was modified."""
+        """Time of the last change, or else the version by the first server: a weak ETag, say."""
+        if self.modified_seconds is not None:
+            return f"modified {self.modified_seconds}"
         return next(iter(self._versions.values()), "")
 
     def open(self) -> None:

@@ -43,6 +43,9 @@ class WrappedStorage(Storage):
     def content_key(self, file: str) -> str | None:
         return self._storage.content_key(file)
 
+    def identity(self, file: str) -> str:
+        return self.content_key(file) or self._storage.identity(file)
+
     def check_unchanged(self, file: str) -> None:
         self._storage.check_unchanged(file)
 

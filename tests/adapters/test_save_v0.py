@@ -67,6 +67,16 @@ def test_a_save_that_is_cancelled_is_not_committed(tmp_path):
         same(checkpointer.restore(tmp_path / "next"), {"a": VALUES})
 
 
+def test_a_save_within_a_mesh(tmp_path, asynchronous):
+    """Elements of less than a byte are cut on the devices that hold them, one by one."""
+    mesh = mesh_of(x=8)
+    tree = {"w": place(np.arange(256).reshape(16, 16).astype(ml_dtypes.int4), P("x"), mesh)}
+    with osl.using(write=osl.WriteOptions(memory_budget_bytes=64 << 10)), jax.set_mesh(mesh):
+        asynchronous.save(tmp_path / "step", args=osl.SafetensorsSave(tree))
+        asynchronous.wait_until_finished()
+    same(asynchronous.restore(tmp_path / "step"), tree)
+
+
 def test_a_save_that_failed_holds_no_copies(tmp_path, monkeypatch):
     """The program may keep its error, whose traceback leads to all that was prepared."""
     monkeypatch.setattr(host, "_on_host", lambda array: False)

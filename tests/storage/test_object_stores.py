@@ -9,6 +9,8 @@ import logging
 import re
 import sys
 import threading
+import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -473,6 +475,59 @@ def test_a_save_to_a_folder_that_is_being_saved_to_is_refused(place, monkeypatch
     else:
         osl.save(place.url, OTHER)  # nothing is left that keeps it out
         assert trees_equal(osl.load(place.url), OTHER)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_claim_that_is_renewed_while_files_are_looked_at(place, monkeypatch, overwrite):
+    """Each time it is another object."""
+    if overwrite:
+        osl.save(place.url, OLD)
+    head = obstore.head
+
+    def slow(*arguments):
+        time.sleep(0.02)
+        return head(*arguments)
+
+    monkeypatch.setattr(obstore, "head", slow)
+    monkeypatch.setattr(cloud_commit, "_RENEWAL_SECONDS", 0.001)
+    osl.save(place.url, NEW, overwrite=overwrite, options=osl.WriteOptions(max_file_bytes=1))
+    assert trees_equal(osl.load(place.url), NEW)
+    assert not [name for name in place.names() if "claims" in name]
+
+
+def test_a_save_that_was_cut_off_goes_on_where_nobody_took_its_place(place, monkeypatch):
+    put, offset = obstore.put, [0.0]
+
+    def later(client, key, data, **options):
+        if key.endswith(".safetensors"):
+            offset[0] = 100.0
+        return put(client, key, data, **options)
+
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0])
+    monkeypatch.setattr(cloud_commit, "time", clock)
+    monkeypatch.setattr(obstore, "put", later)
+    osl.save(place.url, NEW)
+    assert trees_equal(osl.load(place.url), NEW)
+
+
+def test_a_save_that_fails_removes_nothing_of_one_that_took_its_place(place, monkeypatch):
+    put, taken = obstore.put, []
+
+    def overtaken(client, key, data, **options):
+        if not key.endswith(".safetensors") or taken:
+            return put(client, key, data, **options)
+        taken.append(key)
+        for name in place.names():  # as of a process that died
+            if "claims" in name:
+                place.delete(name)
+        osl.save(place.url, OTHER, overwrite=True)
+        raise obstore.exceptions.PermissionDeniedError("no")
+
+    monkeypatch.setattr(obstore, "put", overtaken)
+    with pytest.raises(osl.StorageError):
+        osl.save(place.url, NEW)
+    assert taken
+    assert trees_equal(osl.load(place.url), OTHER)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -208,7 +208,7 @@ class OrbaxTarget:
             args = ocp.args.Composite(**{self._item: args})
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
             checkpointer.save(os.path.join(folder, FINISHED), args=args, force=True)
-        flush_tree(os.path.join(folder, FINISHED))  # Orbax does not flush its metadata
+        flush_tree(os.path.join(folder, FINISHED))  # TensorStore flushes chunks, Orbax no metadata
 
 
 class _Adopting(_NumpyHandler):

@@ -225,6 +225,7 @@ class Binder:
                 notes[target.leaf] = target.rule.expr
         for target in ambiguous:
             self.used.update(target.tensors(self.specs))
+        self.used |= self.specs.bound
         ties = self._tie(targets, bound, notes)
         if ignored is not None:
             self._check_unused([n for n in self.specs.names if n not in self.used], ignored)
@@ -286,7 +287,7 @@ class Binder:
             self._missing.update({p.seek: None for p in problems if p.seek is not None})
             self.used.update(target.tensors(self.specs))  # one problem is enough
         else:
-            self.used.update(bound.sources(), self.specs.bound)
+            self.used.update(bound.sources())
             self._check_shape(leaf, bound, expr, rule.target)
             leaves[leaf] = bound
 

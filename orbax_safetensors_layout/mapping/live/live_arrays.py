@@ -376,7 +376,7 @@ def _planned(
 def _inverse_planned(
     mapping: Any, specs: tuple[tuple[str, TensorSpec], ...], x64: bool
 ) -> tuple[_ArrayGroup, ...]:
-    bound = mapping.inverse().bind(TensorSpecs(dict(specs)))
+    bound = mapping.inverse().bind(TensorSpecs(dict(specs)), is_part=True)
     return _grouped(bound.expressions, bound.notes, "tensor")
 
 

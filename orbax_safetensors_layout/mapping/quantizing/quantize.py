@@ -28,6 +28,7 @@ QuantizedFormat = Literal[
 ]
 _WEIGHT = ".weight"
 _HEAD = "lm_head"
+_OF_BUFFERS = (np.dtype(np.bool_), np.dtype(np.int64))  # masks and indices
 _SCALE = re.compile(r"(^|[._])(scales?|scale_inv)$")  # of a weight that is quantised
 _FUSED = "gpt_oss_mxfp4"
 _UINT8 = np.dtype(np.uint8)
@@ -300,6 +301,7 @@ def _refuse_quantized(weights: Mapping[str, BoundExpr]) -> None:
         and not _SCALE.search(name)
         and len(weight.shape) > 1
         and not (is_floating(weight.dtype) and weight.dtype.itemsize > 1)
+        and weight.dtype not in _OF_BUFFERS
     ]
     if quantized:
         raise MappingError(
