@@ -24,10 +24,8 @@ from orbax_safetensors_layout.cli.main import COMMANDS, parser
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOTEBOOK = "examples/walkthrough.ipynb"
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
-MODULES = {
-    "families": ["mapping"],
-    "peft": ["load", "config", "merge", "save"],
-}  # what is public in these
+# What is public in these.
+MODULES = {"families": ["mapping"], "peft": ["load", "config", "merge", "save"]}
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 

@@ -203,13 +203,10 @@ def _plan_cluster(
     )
     plan = planned(profile=profile)
     # Requests of a load are as long as suits what its process reads.
-    most = max((min(cost.needed_bytes, cost.read_bytes) for cost in _costs(plan)), default=0)
+    costs = map(plan.cost, range(mesh.processes))
+    most = max(min(cost.needed_bytes, cost.read_bytes) for cost in costs)
     suited = options.profile(kind, most)
     return plan if suited == profile else planned(profile=suited)
-
-
-def _costs(plan: ClusterPlan) -> Iterable[Cost]:
-    return map(plan.cost, range(len(plan.distinct)))
 
 
 def _plan_tensors(

@@ -187,8 +187,7 @@ def _given(
 ) -> dict[str, list[RuleTarget]]:
     """Return the leaves that the checkpoint has tensors for, each with all rules that match."""
     matches: dict[str, list[RuleTarget]] = {}
-    ties = [rule for rule in rules if rule.expr is None]
-    left = [*(rule for rule in rules if rule.expr is not None), *ties]
+    left = sorted(rules, key=lambda rule: rule.expr is None)
     while left:
         later = []
         for rule in left:
