@@ -65,6 +65,7 @@ class Hub:
         self._blobs: dict[str, Path] = {}
         self._signatures: dict[str, int] = {}
         self.writers: set[str] = set()
+        self.ignores: set[str] = set()  # left out of commits, whatever is asked
         self.uploads: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._root = tempfile.TemporaryDirectory()
@@ -141,6 +142,7 @@ class Hub:
             own = repo.commits[repo.refs[revision]] / ".gitignore"
             hosted = own.read_text() if own.is_file() else ""
             ignored = json.loads(request.body).get("gitIgnore", hosted).split()
+            ignored += self.ignores
             files = [
                 {
                     "path": f["path"],
