@@ -37,6 +37,7 @@ from orbax_safetensors_layout.reading import (
     fingerprint_of,
     load_group,
     processes_per_host,
+    registration,
     resolve_leaves,
     source_leaves,
     steps_of,
@@ -277,6 +278,7 @@ def _plan(
         memory_budget_bytes=options.memory_budget_bytes,
         adopt=adopts(tree.parsed),
         mmap=options.mmap,
+        register=registration(tree.parsed),
     )
 
     def planned(step: ExchangeStep) -> ReadPlan:

@@ -21,6 +21,7 @@ from .resolve import (
     SourcedLeaf,
     adopts,
     check_holdable,
+    registration,
     resolve_leaves,
     source_leaves,
 )

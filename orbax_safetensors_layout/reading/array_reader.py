@@ -28,7 +28,7 @@ from orbax_safetensors_layout.plan import (
     RegionReads,
     plan_reads,
 )
-from orbax_safetensors_layout.runtime import ProgressReport, allocate
+from orbax_safetensors_layout.runtime import ProgressReport, Register, allocate
 from orbax_safetensors_layout.storage import RangeReader
 
 from .plan_reader import PlanReader, ReadStats, Wait
@@ -51,6 +51,7 @@ class ArrayReader:
     in_order: bool = False
     check_values: bool = True  # refuse bytes that encode no value; not where bits are compared
     mmap: bool = False  # take mapped pages of local files where these are aligned
+    register: Register | None = None  # for memory that values are transferred from
 
     def plan(self, reads: RegionReads, *, joins_gaps: bool = True) -> ReadPlan:
         """Plans the requests of some reads; raises where the pieces of an array do not make it.
@@ -87,6 +88,7 @@ class ArrayReader:
             deliver=values.deliver,
             convert=values.convert,
             mmap=self.mmap,
+            register=self.register,
             report=report,
             check=check,
         ).run()

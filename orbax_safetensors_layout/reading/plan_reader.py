@@ -30,6 +30,7 @@ from orbax_safetensors_layout.runtime import (
     Budget,
     Bytes,
     ProgressReport,
+    Register,
     Staging,
     Then,
     Workers,
@@ -86,6 +87,7 @@ class PlanReader:
         deliver: Deliver,
         convert: Convert,
         mmap: bool = False,
+        register: Register | None = None,
         report: ProgressReport | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -99,7 +101,7 @@ class PlanReader:
         self._report = report
         self._converted = [leaf.is_converted for leaf in plan.leaves]
         self._scratch = Scratch()
-        self._staging = Staging()
+        self._staging = Staging(register)
         threads = _threads(plan, storage)
         self._workers = Workers(threads, "safetensors-read", storage.interrupt, check)
         self._budget = Budget(plan.memory_budget_bytes)
@@ -261,8 +263,8 @@ class PlanReader:
             del self._tiles[region.tile]
         values = buffer_slice.members(leaf.stored)
         if not self._converted[region.leaf]:
-            wait = self._deliver(region.leaf, region.layout.tile.members, values)
-            self._hold(region.leaf, wait, self._read_bytes(region))
+            held = self._read_bytes(region)
+            self._give(region.leaf, region.layout.tile.members, values, held)
             return
         layout = region.layout
         outs = [
@@ -315,7 +317,16 @@ class PlanReader:
                 parts.append(self._boxes.pop((number, member)))
         if whole:
             held = sum(self._box_bytes(number, member) for member in whole)
-            self._hold(number, self._deliver(number, whole, parts), held)
+            self._give(number, whole, parts, held)
+
+    def _give(
+        self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray], held: int
+    ) -> None:
+        """Delivers values that have been read, whose host memory is `held` bytes of the budget."""
+        if self._plan.leaves[number].block is None:
+            for part in parts:
+                self._staging.register(part)
+        self._hold(number, self._deliver(number, boxes, parts), held)
 
     def _hold(self, number: int, wait: Wait | None, nbytes: int) -> None:
         """Releases the bytes of a read once the values of it, and its block, are on their way."""

@@ -24,6 +24,7 @@ from orbax_safetensors_layout.geometry import MAX_RANK
 from orbax_safetensors_layout.mapping import Mapping, check_castable, check_left_out, check_mapping
 from orbax_safetensors_layout.plan import ArrayRegion, ArraySource, MappedSource, array_sources
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, in_host_memory, prng
+from orbax_safetensors_layout.runtime import Register
 from orbax_safetensors_layout.sharding import (
     AddressableShards,
     Placement,
@@ -31,6 +32,8 @@ from orbax_safetensors_layout.sharding import (
     is_abstract,
     sharding_of,
 )
+
+from ._jax import host_registration
 
 
 class SourcedLeaf(NamedTuple):
@@ -53,6 +56,28 @@ def adopts(parsed: Iterable[AbstractLeaf | None]) -> bool:
     """Whether all arrays keep the buffers they are made of, as on the CPU backend."""
     memories = {abstract.placement for abstract in parsed if abstract is not None}
     return all(_on_cpu(placement) for placement in memories if placement is not None)
+
+
+def registration(parsed: Iterable[AbstractLeaf | None]) -> Register | None:
+    """Return what registers host memory for transfers; None where not all leaves are on GPUs.
+
+    A numpy array would keep the memory registered for as long as it lives.
+    """
+    leaves = [abstract for abstract in parsed if abstract is not None]
+    placements = {leaf.placement for leaf in leaves if leaf.scalar is None}
+    devices: set[Any] = set()
+    for placement in placements:
+        sharding = None if placement is None else sharding_of(placement)
+        if (
+            sharding is None
+            or is_abstract(sharding)
+            or sharding.memory_kind not in (None, "device")
+        ):
+            return None
+        devices |= sharding.addressable_devices
+    if not devices or any(device.platform != "gpu" for device in devices):
+        return None
+    return host_registration(devices.pop().client)
 
 
 def _on_cpu(placement: Placement) -> bool:

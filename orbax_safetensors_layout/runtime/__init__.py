@@ -7,6 +7,7 @@ from .memory import (
     SLOT_ALIGNMENT,
     Budget,
     Bytes,
+    Register,
     Staging,
     align,
     allocate,

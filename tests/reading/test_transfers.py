@@ -15,6 +15,7 @@ from sampling import every
 
 import orbax_safetensors_layout as osl
 import orbax_safetensors_layout.reading.leaf_builder as builder_module
+from orbax_safetensors_layout.reading import LeafBuilder
 
 SHAPE = (1024, 2048)
 NUMBER = 24
@@ -69,6 +70,37 @@ def test_memory_is_used_again_when_its_transfer_has_ended(checkpoint, monkeypatc
     assert transfers.put_bytes == total
     assert transfers.most_bytes <= budget
     assert transfers.allocated_bytes <= 3 * total // 4  # some sizes take turns
+
+
+@pytest.mark.parametrize(("mapping", "axis"), [(None, 0), (STACKED, 1), (TRANSPOSED, 1), (CAST, 0)])
+def test_large_memory_is_registered_when_it_is_transferred(tmp_path, monkeypatch, mapping, axis):
+    """It has its values then, since pages that were never written to take longer."""
+    tensors = {f"t{i}": random_tensor((4096, 2048), np.dtype("int16"), i) for i in range(6)}
+    values = (
+        mapped(tensors, mapping)
+        if mapping is not STACKED
+        else {"all": np.stack([tensor.T for tensor in tensors.values()])}
+    )
+    transfers = Transfers(monkeypatch)
+    driver, put = transfers.driver, []
+    begin = LeafBuilder.take
+
+    def take(builder, leaves, boxes, parts):
+        put.extend(driver.holds(part) for part in parts)
+        return begin(builder, leaves, boxes, parts)
+
+    monkeypatch.setattr(LeafBuilder, "take", take)
+    path = save(tmp_path, tensors, files=2)
+    spec = P(*[None] * axis, "x")
+    tree = abstract_of(values, NamedSharding(mesh_of(x=2), spec))
+    options = osl.ReadOptions(memory_budget_bytes=3 * tensors["t0"].nbytes)
+    loaded = osl.load(path, tree, mapping=mapping, options=options)
+    for name, value in values.items():
+        assert_same_bits(np.asarray(loaded[name]), value)
+    assert put
+    assert all(put)
+    assert driver.log.count("register") < len(values) or mapping is STACKED  # used again
+    assert not driver.registered  # all of it has been given back
 
 
 def composed(number, rows):

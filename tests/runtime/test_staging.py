@@ -1,6 +1,7 @@
 """Memory that is used again."""
 
 import collections
+import gc
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from accelerators import Driver
 
 from orbax_safetensors_layout.runtime import Staging, memory
 
@@ -49,3 +51,60 @@ def test_a_forked_child_maps_memory_while_a_thread_of_the_parent_does():
             memory.allocate(4 << 20)[:] = 1
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+LARGE = 16 << 20
+
+
+def test_memory_is_registered_once_and_until_it_is_freed():
+    driver = Driver()
+    staging = Staging(driver.register)
+    small = staging.take(1 << 20)
+    staging.register(small)
+    staging.register(np.zeros(LARGE, np.uint8))  # whose memory is not its own
+    for offset in (640, 0, 640):
+        memory = staging.take(LARGE, file_offset=offset)
+        assert driver.log == ["register"] * bool(driver.registered)  # of an earlier turn
+        for at in (0, LARGE // 2, LARGE - 64):  # values anywhere in it
+            staging.register(memory[at : at + 64].view(np.float32))
+        ((address, nbytes),) = driver.registered.items()
+        assert address <= memory.ctypes.data
+        assert memory.ctypes.data + LARGE <= address + nbytes
+        del memory
+    assert driver.log == ["register"]
+    kept = staging.take(LARGE)
+    del staging
+    gc.collect()
+    assert driver.log == ["register"]  # what is taken is nobody else's to free
+    del kept
+    assert driver.log == ["register", "end"]
+
+
+def test_registration_ends_where_idle_memory_is_freed_for_other():
+    driver = Driver()
+    staging = Staging(driver.register)
+    staging.register(staging.take(LARGE))
+    other = staging.take(2 * LARGE)
+    staging.register(other)
+    assert driver.log == ["register", "end", "register"]
+
+
+def test_memory_that_cannot_be_registered_is_used_as_it_is():
+    driver = Driver(fails=True)
+    staging = Staging(driver.register)
+    for _ in range(2):
+        staging.register(staging.take(LARGE))
+        staging.register(staging.take(2 * LARGE))
+    assert driver.log == ["refuse"]
+
+
+def test_memory_whose_registration_does_not_end_is_kept(monkeypatch):
+    monkeypatch.setattr(memory, "_never_freed", kept := [])
+
+    def end():
+        raise RuntimeError("the driver is gone")
+
+    staging = Staging(lambda address, nbytes: end)
+    staging.register(staging.take(LARGE))
+    del staging
+    assert [content.size for content in kept] == [LARGE]

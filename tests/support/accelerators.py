@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 
 import numpy as np
@@ -11,12 +12,41 @@ from orbax_safetensors_layout.reading import LeafBuilder, tile_buffers
 from orbax_safetensors_layout.runtime import memory
 
 
+class Driver:
+    """Stands for a driver that memory is registered with, and which refuses memory twice."""
+
+    def __init__(self, *, fails=False):
+        self.registered: dict[int, int] = {}
+        self.log: list[str] = []
+        self.fails = fails
+
+    def register(self, address, nbytes):
+        self.log.append("refuse" if self.fails else "register")
+        if self.fails:
+            return None
+        for other, size in self.registered.items():
+            assert address + nbytes <= other or other + size <= address
+        self.registered[address] = nbytes
+        return lambda: self.end(address)
+
+    def end(self, address):
+        ctypes.string_at(address, self.registered.pop(address))  # all of it is there
+        self.log.append("end")
+
+    def holds(self, array):
+        """Whether an array's memory is registered."""
+        address = array.ctypes.data
+        return any(at <= address < at + size for at, size in self.registered.items())
+
+
 class Accelerator:
     """Makes the load believe that arrays do not keep the buffers they are made of."""
 
     def __init__(self, monkeypatch):
         module = importlib.import_module("orbax_safetensors_layout.load")
         monkeypatch.setattr(module, "adopts", lambda parsed: False)
+        self.driver = Driver()
+        monkeypatch.setattr(module, "registration", lambda parsed: self.driver.register)
         monkeypatch.setattr(read_module, "buffer_slices", self.buffer_slices)
         self.sizes: list[int] = []
 
