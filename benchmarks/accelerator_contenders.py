@@ -5,6 +5,7 @@ A load is prepared before the clock and then called; so is a saver.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,10 +68,10 @@ def _mapping(way: str) -> osl.Mapping | None:
     return None if model is None else mapped.mapping_of(model)
 
 
-def _ours(folder: Path, way: str, abstract: Abstract) -> Load:
+def _ours(folder: Path, way: str, abstract: Abstract, options: osl.ReadOptions = _READ) -> Load:
     """This package."""
     mapping = _mapping(way)
-    return lambda: cast(Tree, osl.load(folder, abstract, mapping=mapping, options=_READ))
+    return lambda: cast(Tree, osl.load(folder, abstract, mapping=mapping, options=options))
 
 
 def _device_put(_: Path, way: str, abstract: Abstract) -> Load:
@@ -137,6 +138,9 @@ LOADS: Mapping[str, Callable[[Path, str, Abstract], Load]] = MappingProxyType(
     {
         "device_put": _device_put,
         "ours": _ours,
+        "registered": functools.partial(
+            _ours, options=dataclasses.replace(_READ, register_memory=True)
+        ),
         "load_file": _load_file,
         "builtin": _plain(contenders.builtin),
         "ocdbt": _plain(contenders.ocdbt),

@@ -278,7 +278,7 @@ def _plan(
         memory_budget_bytes=options.memory_budget_bytes,
         adopt=adopts(tree.parsed),
         mmap=options.mmap,
-        register=registration(tree.parsed),
+        register=registration(tree.parsed) if options.register_memory else None,
     )
 
     def planned(step: ExchangeStep) -> ReadPlan:

@@ -255,6 +255,10 @@ class ReadOptions(_CheckedOptions):
         mmap: Let arrays on the CPU backend adopt the mapped pages of local files where the data is
             64-byte aligned. Such a file must not be overwritten in place or truncated while an
             array lives (replacing it by rename is safe), and numpy arrays are read-only.
+        register_memory: Register host memory with the driver of CUDA devices before they transfer
+            from it, by a function of JAX that is not documented, where all leaves are on such
+            devices and the version of JAX has been tried; elsewhere nothing changes. No program
+            that calls back into Python should run on the devices meanwhile.
         verify: Compare with the checksums of a save with `WriteOptions(digests=True)`: the
             manifest, the index and every file that something is read of, wholly, so this suits
             loads of whole files. Nothing is mapped. A checkpoint without checksums is refused.
@@ -277,6 +281,7 @@ class ReadOptions(_CheckedOptions):
     replicated: Literal["auto", "each", "read_once"] = "auto"
     timeout_seconds: float = 1800.0
     mmap: bool = False
+    register_memory: bool = False
     verify: bool = False
     strict: bool = False
     progress: bool | Callable[[Progress], None] = False
@@ -487,7 +492,7 @@ def _is_stem(value: Any) -> bool:
 
 _BY_CLASS = f"a dict of storage classes ({', '.join(PROFILES)}) to"
 _COUNTS = "memory_budget_bytes concurrency request_bytes max_file_bytes attempts cache_bytes"
-_FLAGS = "mmap strict verify fsync digests use_ocdbt use_zarr3 use_compression"
+_FLAGS = "mmap register_memory strict verify fsync digests use_ocdbt use_zarr3 use_compression"
 # Names of options, what their values must be, and whether one is that.
 _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (_COUNTS, "a positive integer", lambda v: _is_integer(v) and v > 0),

@@ -75,7 +75,7 @@ def registration(parsed: Iterable[AbstractLeaf | None]) -> Register | None:
         ):
             return None
         devices |= sharding.addressable_devices
-    if not devices or any(device.platform != "gpu" for device in devices):
+    if not devices or not all(str(device).startswith("cuda:") for device in devices):
         return None
     return host_registration(devices.pop().client)
 

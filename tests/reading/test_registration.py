@@ -33,17 +33,24 @@ def parsed(*leaves):
     return AbstractTree.parse([*leaves]).parsed
 
 
-def on_gpus(monkeypatch, *, platforms=("gpu", "gpu"), memory_kind=None):
+def on_devices(monkeypatch, *names, memory_kind=None):
     """Devices in the place of those of every sharding, and their client."""
     client = Client()
-    devices = {SimpleName(platform=name, client=client) for name in platforms}
+    devices = {Device(name, client) for name in names}
     sharding = SimpleNamespace(memory_kind=memory_kind, addressable_devices=devices)
     monkeypatch.setattr(resolve, "sharding_of", lambda placement: sharding)
     return client
 
 
-class SimpleName(SimpleNamespace):
-    __hash__ = object.__hash__
+class Device:
+    def __init__(self, name, client):
+        self.name, self.client = name, client
+
+    def __str__(self):
+        return self.name
+
+
+CUDA = ("cuda:0", "cuda:1")  # as JAX shows them
 
 
 ARRAY = jax.ShapeDtypeStruct((8,), np.float32, sharding=NamedSharding(mesh_of(x=8), P("x")))
@@ -55,8 +62,8 @@ def _version_that_is_checked(monkeypatch):
 
 
 @pytest.mark.parametrize("memory_kind", [None, "device"])
-def test_arrays_on_gpus(monkeypatch, memory_kind):
-    client = on_gpus(monkeypatch, memory_kind=memory_kind)
+def test_arrays_on_cuda_devices(monkeypatch, memory_kind):
+    client = on_devices(monkeypatch, *CUDA, memory_kind=memory_kind)
     register = registration([*parsed(ARRAY, 1), None])  # a number is no array
     assert register is not None
     end = register(4096, 64)
@@ -68,11 +75,11 @@ def test_arrays_on_gpus(monkeypatch, memory_kind):
 def test_others(monkeypatch):
     assert registration(parsed(ARRAY)) is None  # on CPU devices
     assert registration([]) is None
-    on_gpus(monkeypatch)
+    on_devices(monkeypatch, *CUDA)
     assert registration(parsed(ARRAY, np.zeros(8))) is None  # kept by a numpy array
-    on_gpus(monkeypatch, platforms=("gpu", "tpu"))
+    on_devices(monkeypatch, "rocm:0", "rocm:1")
     assert registration(parsed(ARRAY)) is None
-    on_gpus(monkeypatch, memory_kind="pinned_host")
+    on_devices(monkeypatch, *CUDA, memory_kind="pinned_host")
     assert registration(parsed(ARRAY)) is None
 
 

@@ -93,7 +93,8 @@ def test_large_memory_is_registered_when_it_is_transferred(tmp_path, monkeypatch
     path = save(tmp_path, tensors, files=2)
     spec = P(*[None] * axis, "x")
     tree = abstract_of(values, NamedSharding(mesh_of(x=2), spec))
-    options = osl.ReadOptions(memory_budget_bytes=3 * tensors["t0"].nbytes)
+    budget = 3 * tensors["t0"].nbytes
+    options = osl.ReadOptions(memory_budget_bytes=budget, register_memory=True)
     loaded = osl.load(path, tree, mapping=mapping, options=options)
     for name, value in values.items():
         assert_same_bits(np.asarray(loaded[name]), value)
@@ -101,6 +102,9 @@ def test_large_memory_is_registered_when_it_is_transferred(tmp_path, monkeypatch
     assert all(put)
     assert driver.log.count("register") < len(values) or mapping is STACKED  # used again
     assert not driver.registered  # all of it has been given back
+    registered = len(driver.log)
+    osl.load(path, tree, mapping=mapping)
+    assert len(driver.log) == registered  # nobody asked for it
 
 
 def composed(number, rows):

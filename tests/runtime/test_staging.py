@@ -98,13 +98,40 @@ def test_memory_that_cannot_be_registered_is_used_as_it_is():
     assert driver.log == ["refuse"]
 
 
-def test_memory_whose_registration_does_not_end_is_kept(monkeypatch):
-    monkeypatch.setattr(memory, "_never_freed", kept := [])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_memory_whose_registration_does_not_end_is_kept(monkeypatch, error):
+    monkeypatch.setattr(memory, "_registered", kept := {})
 
     def end():
-        raise RuntimeError("the driver is gone")
+        raise error
 
     staging = Staging(lambda address, nbytes: end)
     staging.register(staging.take(LARGE))
     del staging
-    assert [content.size for content in kept] == [LARGE]
+    assert [content.size for content in kept.values()] == [LARGE]
+
+
+def test_memory_is_kept_where_its_registration_is_interrupted(monkeypatch):
+    """By a signal: nobody knows then whether it has been registered."""
+    monkeypatch.setattr(memory, "_registered", kept := {})
+
+    def register(address, nbytes):
+        signal.raise_signal(signal.SIGINT)
+
+    staging = Staging(register)
+    with pytest.raises(KeyboardInterrupt):
+        staging.register(staging.take(LARGE))
+    del staging
+    gc.collect()
+    assert [content.size for content in kept.values()] == [LARGE]
+
+
+def test_nothing_is_kept_that_is_not_registered(monkeypatch):
+    monkeypatch.setattr(memory, "_registered", kept := {})
+    for driver in (Driver(), Driver(fails=True)):
+        staging = Staging(driver.register)
+        staging.register(staging.take(LARGE))
+        assert len(kept) == len(driver.registered)
+        del staging
+        assert not kept

@@ -46,7 +46,7 @@ class Accelerator:
         module = importlib.import_module("orbax_safetensors_layout.load")
         monkeypatch.setattr(module, "adopts", lambda parsed: False)
         self.driver = Driver()
-        monkeypatch.setattr(module, "registration", lambda parsed: self.driver.register)
+        monkeypatch.setattr(module, "registration", lambda parsed: self.driver.register)  # if asked
         monkeypatch.setattr(read_module, "buffer_slices", self.buffer_slices)
         self.sizes: list[int] = []
 
