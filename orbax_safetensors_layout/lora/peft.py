@@ -142,7 +142,7 @@ def merge(
     options = given_or_default(options, ReadOptions)
     patterns = None if transposed is None else tuple(transposed)
     if mapping is not None:
-        names = [name for rule in mapping.rules for name in rule.patterns()]
+        names = [name for each in mapping.rules for name in each.patterns()]
     elif base is not None:
         with Catalog.open(base, retries=options.retries, cache=options.cache_folder) as catalog:
             names = [*catalog.names]
