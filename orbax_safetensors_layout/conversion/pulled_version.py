@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any, NamedTuple
 
+import jax
 from absl import logging
 
 from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint
@@ -27,13 +29,14 @@ from orbax_safetensors_layout.format import (
     version_text,
 )
 from orbax_safetensors_layout.load import LoadRequest, load_requested
-from orbax_safetensors_layout.mapping import Mapping
+from orbax_safetensors_layout.mapping import Mapping, fingerprint
 from orbax_safetensors_layout.options import (
     MIB,
     PathLike,
     ReadOptions,
     given_or_default,
 )
+from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, Workers
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.storage import (
@@ -63,6 +66,7 @@ class Pulled(NamedTuple):
     version: int
     tree: Any = None
     identity: str | None = None  # of the version; of two histories no two are equal
+    form: str | None = None  # a digest of the mapping and of the leaves' names
 
 
 def pull(
@@ -88,8 +92,8 @@ def pull(
             version's files, all at once when they are complete; one process of a host calls this.
             Or what an earlier call returned: then the differences since are applied to its arrays,
             on the host, and leaves that they do not change stay as they are; nothing else is read.
-            Arrays that are not what was published, or whose mapping does not save, and those
-            before the last whole version are loaded anew.
+            Arrays that are not what was published, or whose mapping does not save or is not that
+            of the earlier call, and those before the last whole version are loaded anew.
         version: Its number; 0 is the model itself. None takes the newest; processes that load
             arrays then wait for each other, to take the same.
         base: The model that is version 0, as a folder or URL, where `publish` was given one.
@@ -140,7 +144,15 @@ def pull(
 
         tree = load_requested(path, LoadRequest(into, mapping, None, options), open_version)
         assert chain is not None
-        return Pulled(chain.number, tree, chain.identity)
+        return Pulled(chain.number, tree, chain.identity, _form(tree, mapping))
+
+
+def _form(tree: Any, mapping: Mapping | None) -> str:
+    """Return a digest of what the leaves of a tree are made of."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    names = [unboxed_name(path) or dotted_name(path) for path, _ in paths]
+    made_of = mapping and fingerprint(mapping)
+    return hashlib.sha256(repr((made_of, names)).encode()).hexdigest()
 
 
 def _chain(versions: PublishedVersions, version: int | None, base: PathLike | None) -> VersionChain:
@@ -165,6 +177,8 @@ def _updated(
 ) -> Pulled | None:
     """Return a version made from one that is held; None if all processes are to load it."""
     differences = chain.since(held.version, held.identity)
+    if held.form not in (None, _form(held.tree, mapping)):
+        differences = None  # they would be looked for under other names
     has = "nothing" if differences is None else f"version {held.version}"
     try:
         group.barrier("agreeing on the differences", agree=Fingerprint(has, has, ""))
@@ -178,7 +192,7 @@ def _updated(
             raise  # that process will not load with the others
         logging.warning("Version %d is loaded anew: %s", chain.number, error)
         return None
-    return Pulled(chain.number, tree, chain.identity)
+    return Pulled(chain.number, tree, chain.identity, held.form)
 
 
 def _pull_folder(

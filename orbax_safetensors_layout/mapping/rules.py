@@ -16,7 +16,7 @@ import os
 import pickle
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
 from typing import Any
 
 import numpy as np
@@ -358,8 +358,8 @@ class InverseMapping:
                     inferred[name] = first.join(name, shape)
             except MappingError as error:
                 problems += within(error, f"leaf {leaf!r}", f"rule {rule.target!r}").problems
-        if not problems and files is None and self.mapping.strict and not is_part:
-            problems += self._absent(targets, NameTree(inferred))
+        if not problems and files is None and self.mapping.strict:
+            problems += self._absent(targets, inferred, is_part=is_part)
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             refusal = mapping_error("The mapping cannot save", problems, names)
@@ -373,17 +373,35 @@ class InverseMapping:
         specs = {name: (tuple(n for n, _ in t.shape), t.dtype) for name, t in inferred.items()}
         return TensorSpecs({**specs, **own}, [*own.names, *specs], own.pieces)
 
-    def _absent(self, targets: Sequence[RuleTarget], saved: NameTree) -> Iterator[Problem]:
-        """Yields problems of rules without a leaf, whose tensors no other leaf gives."""
+    def _absent(
+        self,
+        targets: Sequence[RuleTarget],
+        inferred: Dict[str, InferredTensor],
+        *,
+        is_part: bool,
+    ) -> Iterator[Problem]:
+        """Yields problems of rules without a leaf, whose tensors no other leaf gives whole.
+
+        In a part of a model tensors may be absent, but not parts of them.
+        """
         used = {id(target.rule) for target in targets}
+        saved = NameTree(inferred)
         for rule in self.mapping.rules:
             if id(rule) in used or rule.optional or rule.expr is None or rule.tied_to is not None:
                 continue
-            lost = [name for name in rule.patterns() if next(saved.match(name), None) is None]
-            if lost:
-                text = f"there is no leaf {rule.target!r}, so what is saved would lack {lost[0]!r}"
+            for name in rule.patterns():
+                given = [inferred[tensor].shape for tensor, _ in saved.match(name)]
+                if not given and is_part:
+                    continue
+                if given and all(extent.exact for shape in given for extent in shape):
+                    continue
+                lack = "a part of " if given else ""
+                text = (
+                    f"there is no leaf {rule.target!r}, so what is saved would lack {lack}{name!r}"
+                )
                 hint = "Give the leaf, or say rule(..., optional=True)."
                 yield Problem(text, f"rule {rule.target!r}", hint=hint)
+                break
 
 
 def check_mapping(mapping: object) -> None:

@@ -28,6 +28,13 @@ _CARD = "README.md"
 _EMBEDDING = "embed_tokens.weight"
 _MOST_BYTES = 512 * MIB  # of a side file: the largest tokenizers have some 30 MB
 _SIDECAR_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+_OF_SCALES = ("scale", "absmax", "SCB", "qzeros")  # in the names of what quantised integers need
+_OF_OTHER_FILES = (  # of an adapter, or of a training: with the first, a model opens as no model
+    "adapter_config.json",
+    "pytorch_model.bin.index.json",
+    "trainer_state.json",
+    "training_args.json",
+)
 _SIDECAR_NAMES = (  # that are asked for where a folder cannot be listed
     "config.json",
     "generation_config.json",
@@ -93,7 +100,7 @@ def read_sidecar_files(
 def _is_sidecar(path: str) -> bool:
     name = os.path.basename(path)
     is_known = name.endswith(_SIDECAR_SUFFIXES) and appearance_rank(name) is None
-    return is_known and not name.startswith(".")
+    return is_known and not name.startswith(".") and name not in _OF_OTHER_FILES
 
 
 def _check_links(folder: str, names: Iterable[str]) -> None:
@@ -165,18 +172,18 @@ def described_files(
     """Returns side files whose `config.json` says dtype and vocabulary of the tensors beside it.
 
     Only what it says already is changed: `dtype` (before transformers 5 `torch_dtype`) to that of
-    most bytes of floating-point matrices, `vocab_size` to the rows of `embed_tokens.weight`. What
-    files say of a quantisation goes if no tensor has a dtype that quantised values are stored in;
-    else the dtype stays, which is that of what is not quantised.
+    most bytes of floating-point matrices of 16 bits or more, `vocab_size` to the rows of
+    `embed_tokens.weight`. What files say of a quantisation goes if no tensor is quantised; else the
+    dtype stays, which is that of what is not quantised.
     """
-    if not any(dtype.itemsize == 1 or dtype.name == "int32" for _, dtype in tensors.values()):
+    if not _has_quantized(tensors):
         files = plain_configurations(files)
     if _CONFIG not in files:
         return dict(files)
     config = parse_config(files[_CONFIG], _CONFIG)
     nbytes: collections.Counter[str] = collections.Counter()
     for shape, dtype in tensors.values():
-        if len(shape) > 1 and is_floating(dtype):
+        if len(shape) > 1 and is_floating(dtype) and dtype.itemsize > 1:
             nbytes[dtype.name] += int(np.prod(shape)) * dtype.itemsize
     said: dict[str, object] = {}
     if nbytes and "quantization_config" not in config:
@@ -193,3 +200,18 @@ def described_files(
     if not is_changed:
         return dict(files)
     return {**files, _CONFIG: json.dumps(config, indent=2).encode() + b"\n"}
+
+
+def _has_quantized(tensors: Mapping[str, SavedTensor]) -> bool:
+    """Returns whether a tensor is a float of 8 bits or fewer, or integers with scales beside."""
+    scaled = {
+        name.rpartition(".")[0] for name in tensors if any(word in name for word in _OF_SCALES)
+    }
+
+    def is_quantized(name: str, tensor: SavedTensor) -> bool:
+        if is_floating(tensor.dtype):
+            return tensor.dtype.itemsize == 1 and len(tensor.shape) > 1
+        holds_codes = tensor.dtype.itemsize == 1 or tensor.dtype.name == "int32"
+        return holds_codes and not scaled.isdisjoint((name, name.rpartition(".")[0]))
+
+    return any(is_quantized(*tensor) for tensor in tensors.items())

@@ -207,6 +207,27 @@ def test_a_mapping_that_does_not_save_is_loaded(tmp_path, warnings):
     assert ["Version 2 is loaded anew" in text for text in warnings()] == [True]
 
 
+def test_arrays_of_another_mapping_or_other_names_are_not_taken_for_the_version(tmp_path):
+    """None of their names would be one that differences change."""
+    mapping = osl.Mapping([osl.rule("kernel", osl.tensor("w").transpose(1, 0))])
+    for number in range(1, 4):
+        osl.publish(tmp_path, {"kernel": jnp.full((4, 8), float(number))}, mapping=mapping)
+    like = {"kernel": jnp.zeros((4, 8))}
+    held = osl.pull(tmp_path, like, mapping=mapping, version=1)
+    with pytest.raises(osl.MissingTensorError, match="'kernel' not found"):
+        osl.pull(tmp_path, held)
+    renamed = held._replace(tree={"params": held.tree})
+    with pytest.raises(osl.MappingError, match=r"params\.kernel"):
+        osl.pull(tmp_path, renamed, mapping=mapping)
+    other = osl.Mapping([osl.rule("kernel", osl.tensor("w").reshape(4, 8))])
+    pulled = osl.pull(tmp_path, held, mapping=other)
+    assert pulled.version == 3
+    np.testing.assert_array_equal(pulled.tree["kernel"], np.full((4, 8), 3.0))
+    np.testing.assert_array_equal(
+        osl.pull(tmp_path, held, mapping=mapping).tree["kernel"], np.full((4, 8), 3.0)
+    )
+
+
 def test_a_url_to_pull_into_is_refused_without_its_credentials(published):
     folder, _ = published
     with pytest.raises(osl.InvalidArgumentError, match="not 'https://host/a'") as caught:

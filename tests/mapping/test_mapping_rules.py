@@ -148,6 +148,21 @@ def test_leaves_that_are_tied_in_a_circle_are_refused():
         Mapping(rules).bind({"e": ((2,), F32)}, dict.fromkeys("abc"))
 
 
+def test_a_save_without_a_leaf_lacks_no_part_of_a_tensor(tmp_path):
+    """How long the tensor is would be known from the other leaf alone."""
+    gate, up = rule("g", tensor("gu").slice(0, 0, 2)), rule("u", tensor("gu").slice(0, 2, 4))
+    mapping = Mapping([gate, up])
+    match = r"there is no leaf 'u', .* would lack a part of 'gu'"
+    with pytest.raises(MappingError, match=match):
+        osl.save(tmp_path / "out", {"g": np.ones(2, F32)}, mapping=mapping)
+    with pytest.raises(MappingError, match=match):
+        mapping.unapply({"g": jnp.ones(2)})
+    assert not (tmp_path / "out").exists()
+    whole = {"g": np.ones(2, F32), "u": np.zeros(2, F32)}
+    osl.save(tmp_path / "out", whole, mapping=mapping)
+    assert osl.metadata(tmp_path / "out")["gu"].shape == (4,)
+
+
 def test_a_save_without_a_leaf_lacks_no_tensor_unasked(tmp_path):
     tree = {"a": np.ones(2, F32)}
     first, second = rule("a", tensor("x")), rule("b", tensor("y"))

@@ -202,6 +202,32 @@ def test_configurations_of_quantised_models(models, tmp_path):
     np.testing.assert_array_equal(weight, expected)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"model.position_ids": np.arange(8, dtype=np.int32).reshape(1, 8)},
+        {"model.mask": np.ones((4, 4), bool)},
+    ],
+)
+def test_a_decoded_model_with_integers_of_its_own_is_plain(models, tmp_path, extra):
+    source = models["llama"].folder
+    options = osl.WriteOptions(model=source, quantize=osl.Quantization("fp8_block"))
+    osl.save(tmp_path / "fp8", osl.load(source), options=options)
+    decoded = osl.load(tmp_path / "fp8", mapping=osl.dequantized(tmp_path / "fp8"))
+    options = osl.WriteOptions(model=tmp_path / "fp8")
+    osl.save(tmp_path / "plain", {**decoded, **extra}, options=options)
+    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
+
+
+def test_the_dtype_of_a_model_is_never_one_of_8_bits(models, tmp_path):
+    """transformers has no such default dtype."""
+    source = models["llama"].folder
+    options = osl.WriteOptions(model=source, dtype="float8_e4m3fn")
+    osl.save(tmp_path, osl.load(source), options=options)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_conversions_say_the_dtype_that_they_write(models, tmp_path):
     source = models["qwen3"].folder
     options = osl.ConvertOptions(dtype="float32")

@@ -27,6 +27,8 @@ def model(tmp_path):
     for name, data in FILES.items():
         (tmp_path / "model" / name).write_bytes(data)
     (tmp_path / "model" / "._config.json").write_bytes(b"what an archive of macOS leaves")
+    (tmp_path / "model" / "adapter_config.json").write_bytes(b"with it no model opens")
+    (tmp_path / "model" / "trainer_state.json").write_bytes(b"of a training")
     return tmp_path / "model"
 
 
