@@ -177,8 +177,10 @@ def _updated(
 ) -> Pulled | None:
     """Return a version made from one that is held; None if all processes are to load it."""
     differences = chain.since(held.version, held.identity)
-    if held.form not in (None, _form(held.tree, mapping)):
+    if differences and held.form not in (None, _form(held.tree, mapping)):
         differences = None  # they would be looked for under other names
+        text = "Version %d is loaded anew: the arrays were pulled by another mapping or other names"
+        logging.warning(text, chain.number)
     has = "nothing" if differences is None else f"version {held.version}"
     try:
         group.barrier("agreeing on the differences", agree=Fingerprint(has, has, ""))

@@ -248,7 +248,9 @@ class PublishedVersions:
                 hint="Give base=, the folder or URL of the model that training began with.",
             )
         try:
-            return versioned(whole, chain.differences) if chain.differences else whole
+            if chain.whole and not chain.differences:
+                return whole
+            return versioned(whole, chain.differences)
         except BaseException:
             if not chain.whole:
                 whole.close()

@@ -446,6 +446,15 @@ def test_a_version_of_another_model_is_refused(published, tmp_path):
         osl.pull(tmp_path / "all", version=6)
 
 
+def test_a_base_that_is_not_of_whole_tensors_is_refused(tmp_path):
+    """Before a version appears that nobody could pull."""
+    tree = {"a": np.ones((4, 4), np.float32)}
+    osl.save(tmp_path / "base", tree, options=osl.WriteOptions(layout="sharded"))
+    with pytest.raises(osl.FormatError, match="differences apply to whole tensors"):
+        osl.publish(tmp_path / "all", {"a": tree["a"] * 2}, base=tmp_path / "base")
+    assert not list(tmp_path.glob("all/weight_*"))
+
+
 @pytest.mark.parametrize("into", ["folder", "tree"])
 def test_what_was_pulled_of_a_model_that_was_replaced_is_pulled_anew(tmp_path, into):
     """Even where the version changes no tensor in which the two models differ."""

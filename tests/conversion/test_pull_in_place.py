@@ -207,7 +207,7 @@ def test_a_mapping_that_does_not_save_is_loaded(tmp_path, warnings):
     assert ["Version 2 is loaded anew" in text for text in warnings()] == [True]
 
 
-def test_arrays_of_another_mapping_or_other_names_are_not_taken_for_the_version(tmp_path):
+def test_arrays_of_another_mapping_or_other_names_are_loaded(tmp_path, warnings):
     """None of their names would be one that differences change."""
     mapping = osl.Mapping([osl.rule("kernel", osl.tensor("w").transpose(1, 0))])
     for number in range(1, 4):
@@ -221,11 +221,14 @@ def test_arrays_of_another_mapping_or_other_names_are_not_taken_for_the_version(
         osl.pull(tmp_path, renamed, mapping=mapping)
     other = osl.Mapping([osl.rule("kernel", osl.tensor("w").reshape(4, 8))])
     pulled = osl.pull(tmp_path, held, mapping=other)
+    assert len(warnings()) == 3
+    assert all("pulled by another mapping or other names" in text for text in warnings())
     assert pulled.version == 3
     np.testing.assert_array_equal(pulled.tree["kernel"], np.full((4, 8), 3.0))
     np.testing.assert_array_equal(
         osl.pull(tmp_path, held, mapping=mapping).tree["kernel"], np.full((4, 8), 3.0)
     )
+    assert len(warnings()) == 3  # none for the same one
 
 
 def test_a_url_to_pull_into_is_refused_without_its_credentials(published):
