@@ -59,7 +59,7 @@ def adopts(parsed: Iterable[AbstractLeaf | None]) -> bool:
 
 
 def registration(parsed: Iterable[AbstractLeaf | None]) -> Register | None:
-    """Return what registers host memory for transfers; None where not all leaves are on GPUs.
+    """Return what registers host memory for transfers; None where not all are on CUDA devices.
 
     A numpy array would keep the memory registered for as long as it lives.
     """

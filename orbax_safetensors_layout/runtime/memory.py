@@ -120,7 +120,7 @@ class Staging:
         self._idle.extend(idle)
         if memory is None:
             memory = _Memory(allocate(nbytes))
-            if nbytes >= _REGISTERED_BYTES:
+            if self._register is not None and nbytes >= _REGISTERED_BYTES:
                 self._unregistered.add(memory)
         return memory
 
