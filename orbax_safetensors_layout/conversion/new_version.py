@@ -51,7 +51,7 @@ from orbax_safetensors_layout.storage import (
 from orbax_safetensors_layout.writing import commit_when_complete
 
 from .updated_arrays import as_stored, bytes_of, check_shared, gathered
-from .versions import PublishedVersions
+from .versions import PublishedVersions, VersionChain
 
 
 def publish(
@@ -93,7 +93,7 @@ def publish(
     with frozen_heap(), save_group(folder, options, "publish") as group:
         storage, path = open_storage(folder, retries=options.retries)
         with storage, _alone():
-            versions = PublishedVersions(storage, path)
+            versions = PublishedVersions(storage, path, base, retries=options.retries)
             before = versions.agreed(group)
             if group.is_leader and isinstance(storage, LocalStorage):
                 finish_interrupted(os.path.realpath(versions.path(before)))
@@ -109,13 +109,13 @@ def publish(
                 whole.commit(target, group=group, overwrite=False, sidecar_files=sidecar_files)
                 return number
             group.barrier("agreeing on what is published", agree=prepared.fingerprint())
-            chain = versions.chain(before, base)
-            catalog = versions.catalog(chain, base)
+            chain = versions.chain(before)
+            catalog = versions.catalog(chain)
             try:
                 tensors = _tensors(prepared, catalog)
                 check_shared(prepared.values.named())
                 values = _values(tree, mapping, prepared)
-                _publish_differences(versions, before, catalog, tensors, values, group, options)
+                _publish_differences(versions, chain, catalog, tensors, values, group, options)
             finally:
                 if not chain.whole:
                     catalog.close()
@@ -220,7 +220,7 @@ class _Changed(NamedTuple):
 
 def _publish_differences(
     versions: PublishedVersions,
-    before: int,
+    before: VersionChain,
     catalog: Catalog,
     tensors: Dict[str, NewTensor],
     values: Iterator[Dict[str, Any]],
@@ -228,7 +228,8 @@ def _publish_differences(
     options: WriteOptions,
 ) -> None:
     """Compares tensors with those of the version before, and writes those that differ."""
-    kind = DifferenceFormat(before, "xor", CHECKSUM)
+    number = before.number + 1
+    kind = DifferenceFormat(before.number, "xor", CHECKSUM, before.identity)
     owners = _owners(tensors, group.process_count)
     changed: dict[str, _Changed] = {}
     entries = catalog.all_entries()
@@ -243,7 +244,7 @@ def _publish_differences(
             changed[name] = _Changed(data, checksum(kind.checksum, new))
 
     with commit_when_complete(
-        versions.storage, versions.path(before + 1), group=group, overwrite=False, sidecar_files={}
+        versions.storage, versions.path(number), group=group, overwrite=False, sidecar_files={}
     ) as place:
         storage, folder = place.storage, place.folder
         with (
@@ -267,13 +268,13 @@ def _publish_differences(
                 raise error
             workers.join()
         with group.together("writing differences"):
-            number = f"{group.process_index + 1:05}-of-{group.process_count:05}"
-            _write(storage, folder, f"model-{number}{SUFFIX}", changed, options)
+            share = f"{group.process_index + 1:05}-of-{group.process_count:05}"
+            _write(storage, folder, f"model-{share}{SUFFIX}", changed, options)
         with group.together("looking at what was written"):
             storage.check_written(folder)
         with group.together("completing the version"):
             if group.is_leader:
-                index = index_bytes(_written(storage, folder), kind.metadata(before + 1))
+                index = index_bytes(_written(storage, folder), kind.metadata(number))
                 write_file(storage, join(folder, MAIN_INDEX), index, durable=options.fsync)
                 if options.fsync:
                     storage.flush_folder(folder)

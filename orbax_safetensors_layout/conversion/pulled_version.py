@@ -7,6 +7,7 @@ import os
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from absl import logging
 
 from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint
@@ -35,6 +36,7 @@ from orbax_safetensors_layout.options import (
     PathLike,
     ReadOptions,
     given_or_default,
+    require,
 )
 from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, Workers
@@ -53,7 +55,7 @@ from orbax_safetensors_layout.storage import (
 from orbax_safetensors_layout.writing import commit_when_complete, read_sidecar_files
 
 from .updated_arrays import updated
-from .versions import PublishedVersions, VersionChain, versioned
+from .versions import PublishedVersions, VersionChain, check_whole, versioned
 
 _IDENTITY = "pulled"  # in the metadata of the index of a folder that was pulled
 _BLOCK_BYTES = 8 * MIB
@@ -111,9 +113,17 @@ def pull(
     options = given_or_default(options, ReadOptions)
     if options.verify:
         raise InvalidArgumentError("pull verifies what it applies: leave out ReadOptions.verify.")
-    storage, path = open_storage(folder, retries=options.retries, cache=options.cache_folder)
+    is_number = isinstance(version, int | np.integer) and type(version) is not bool
+    require(
+        version is None or (is_number and version >= 0),
+        "version",
+        "None or the number of a version",
+        version,
+    )
+    access: Any = {"retries": options.retries, "cache": options.cache_folder}
+    storage, path = open_storage(folder, **access)
     with storage:
-        versions = PublishedVersions(storage, path)
+        versions = PublishedVersions(storage, path, base, **access)
         is_folder = isinstance(into, str | os.PathLike)
         held = into if isinstance(into, Pulled) else None
         if held is not None and held.tree is None:
@@ -122,14 +132,14 @@ def pull(
             raise InvalidArgumentError("A folder gets tensors as they are: leave out mapping.")
         chain: VersionChain | None = None
         if is_folder:
-            chain = _chain(versions, version, base)
-            _pull_folder(versions, chain, base, os.fspath(into))
+            chain = _chain(versions, version)
+            _pull_folder(versions, chain, os.fspath(into))
             return Pulled(chain.number, identity=chain.identity)
         if version is None or held is not None:
             with save_group(folder, options, "pull") as group:
                 number = versions.agreed(group) if version is None else version
                 with group.together("looking at the version"):
-                    chain = _chain(versions, number, base)
+                    chain = _chain(versions, number)
                 if held is not None:
                     new = _updated(held, chain, mapping, group=group, donate=donate)
                     if new is not None:
@@ -139,8 +149,8 @@ def pull(
         def open_version() -> Catalog:
             nonlocal chain
             if chain is None:
-                chain = _chain(versions, version, base)
-            return versions.catalog(chain, base)
+                chain = _chain(versions, version)
+            return versions.catalog(chain)
 
         tree = load_requested(path, LoadRequest(into, mapping, None, options), open_version)
         assert chain is not None
@@ -155,16 +165,16 @@ def _form(tree: Any, mapping: Mapping | None) -> str:
     return hashlib.sha256(repr((made_of, names)).encode()).hexdigest()
 
 
-def _chain(versions: PublishedVersions, version: int | None, base: PathLike | None) -> VersionChain:
+def _chain(versions: PublishedVersions, version: int | None) -> VersionChain:
     """Return what a version, or the newest, is made of."""
     number = versions.newest(version)
-    if not number and base is None:
+    if not number and not versions.has_base:
         raise CheckpointNotFoundError(
             "no version was published yet",
             file=versions.folder,
             hint="Wait for one, or give base=.",
         )
-    return versions.chain(number, base)
+    return versions.chain(number)
 
 
 def _updated(
@@ -197,9 +207,7 @@ def _updated(
     return Pulled(chain.number, tree, chain.identity, held.form)
 
 
-def _pull_folder(
-    versions: PublishedVersions, chain: VersionChain, base: PathLike | None, into: str
-) -> None:
+def _pull_folder(versions: PublishedVersions, chain: VersionChain, into: str) -> None:
     """Brings a local folder to a version: from the one that it has, or else from a whole one."""
     folder = local_path(into)
     if folder is None:
@@ -211,17 +219,18 @@ def _pull_folder(
         if place == "." or folder_version(place) is not None:
             raise InvalidArgumentError(f"{into!r} is where versions are: give another folder.")
     held, identity = _held_version(folder)
-    if held == chain.number and identity == chain.identity:
-        return
     differences = None if held is None else chain.since(held, identity)
     if differences is not None:
         try:
             with LocalStorage() as storage, Catalog.open(folder, storage=storage) as own:
-                _write_version(versioned(own, differences), chain, folder)
+                version = versioned(own, differences)
+                if version.all_entries() and not differences:  # whose files are there, and as long
+                    return
+                _write_version(version, chain, folder)
                 return
-        except FormatError as error:
+        except (FormatError, CheckpointNotFoundError) as error:
             logging.warning("%s is pulled anew, from version %d: %s", folder, chain.whole, error)
-    catalog = versions.catalog(chain, base)
+    catalog = versions.catalog(chain)
     try:
         _write_version(catalog, chain, folder)
     finally:
@@ -260,14 +269,7 @@ def _foreign(folder: str, found: str) -> SafetensorsLayoutError:
 
 def _write_version(catalog: Catalog, chain: VersionChain, folder: str) -> None:
     """Writes a version's files into a local folder, in place of an earlier one."""
-    if catalog.layout != "hf":
-        raise FormatError(
-            "versions have whole tensors",
-            file=catalog.path,
-            expected="layout 'hf'",
-            found=f"layout {catalog.layout!r}",
-            hint="Put the tensors together first, with osl.consolidate.",
-        )
+    check_whole(catalog)
     root = os.path.dirname(catalog.path) if catalog.files == (catalog.path,) else catalog.path
     names = {file: file.removeprefix(f"{root.rstrip('/')}/") for file in catalog.files}
     files: dict[str, list[NewTensor]] = {name: [] for name in names.values()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import functools
 import hashlib
 import os
 import threading
@@ -35,21 +36,22 @@ from orbax_safetensors_layout.format import (
     parse_index,
     version_folder,
 )
-from orbax_safetensors_layout.options import GIB, PathLike
-from orbax_safetensors_layout.runtime import ProcessGroup
+from orbax_safetensors_layout.options import GIB, CacheFolder, PathLike, RetryPolicy
+from orbax_safetensors_layout.runtime import ProcessGroup, Workers
 from orbax_safetensors_layout.storage import (
     Buffer,
     Storage,
     WrappedStorage,
     cut_out,
     join,
-    local_path,
     read_file,
     read_range,
     scatter,
 )
 
 _KEPT_BYTES = GIB  # of tensors that were put together, for the next range of each
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a model's tensors, which tell it from others
+_SAMPLE_THREADS = 16
 _HINT = "Pull another version, or have a whole one published."
 
 
@@ -59,6 +61,7 @@ class Difference:
     def __init__(self, storage: Storage, folder: str, number: int, kind: DifferenceFormat) -> None:
         self.number = number
         self.base = kind.base
+        self.follows = kind.base_history
         self.folder = folder
         self.entries: dict[str, TensorEntry] = {}  # of the encoded bytes
         self._storage = storage
@@ -142,9 +145,9 @@ class VersionChain(NamedTuple):
     @property
     def identity(self) -> str:
         """A text that no other version has, also none of this number in another history."""
-        return self._identities()[self.number].hex()
+        return self.identities()[self.number].hex()
 
-    def _identities(self) -> dict[int, bytes]:
+    def identities(self) -> dict[int, bytes]:
         identities = {self.whole: self.origin}
         at = self.origin
         for difference in self.differences:
@@ -157,18 +160,32 @@ class VersionChain(NamedTuple):
 
         Without an identity the number counts.
         """
-        own = self._identities().get(number)
+        own = self.identities().get(number)
         if own is None or identity not in (None, own.hex()):
             return None
         return tuple(d for d in self.differences if d.number > number)
 
 
 class PublishedVersions:
-    """The versions in a folder, in terms of its storage."""
+    """The versions in a folder, in terms of its storage; `base` is the model that version 0 is."""
 
-    def __init__(self, storage: Storage, folder: str) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        base: PathLike | None = None,
+        *,
+        retries: RetryPolicy | None = None,
+        cache: CacheFolder | None = None,
+    ) -> None:
         self.storage = storage
         self.folder = folder
+        self._base = base
+        self._open_base = functools.partial(Catalog.open, retries=retries, cache=cache)
+
+    @property
+    def has_base(self) -> bool:
+        return self._base is not None
 
     def path(self, number: int) -> str:
         return join(self.folder, version_folder(number))
@@ -205,11 +222,16 @@ class PublishedVersions:
             error = problem
         return int(group.barrier("looking for the newest version", error, broadcast=text))
 
-    def chain(self, number: int, base: PathLike | None) -> VersionChain:
-        """Return what version `number` is made of; one that is missing raises."""
+    def chain(self, number: int) -> VersionChain:
+        """Return what version `number` is made of.
+
+        Raises:
+            CheckpointNotFoundError: A version that it needs is missing, or the model is.
+            FormatError: One of them follows another version or model than the one that is there.
+        """
         differences: list[Difference] = []
         at = number
-        origin = b""
+        origin = None
         while at:
             folder = self.path(at)
             if not self.storage.is_file(file := join(folder, MAIN_INDEX)):
@@ -223,30 +245,41 @@ class PublishedVersions:
             metadata = parse_index(data, file=file).metadata
             kind = DifferenceFormat.parse(metadata, number=at, file=file)
             if kind is None:
-                origin = data
-                if HISTORY not in metadata:  # of another program
-                    origin += repr(self.storage.modified_seconds(file)).encode()
+                if HISTORY in metadata:
+                    origin = hashlib.sha256(data).digest()
                 break
             differences.append(Difference(self.storage, folder, at, kind))
             at = kind.base
-        if not at and base is not None:
-            origin = _model_identity(base)
-        digest = hashlib.sha256(origin).digest()
-        return VersionChain(number, at, tuple(reversed(differences)), digest)
+        if origin is None:  # the model, or a version of another program
+            whole = self._whole(at, number)
+            try:
+                origin = _digest(whole)
+            finally:
+                if not at:
+                    whole.close()
+        chain = VersionChain(number, at, tuple(reversed(differences)), origin)
+        self._check_order(chain)
+        return chain
 
-    def catalog(self, chain: VersionChain, base: PathLike | None) -> Catalog:
-        """Opens a version as a checkpoint; `base` is the model that version 0 is."""
-        whole: Catalog
-        if chain.whole:
-            whole = Catalog.open(self.path(chain.whole), storage=self.storage)
-        elif base is not None:
-            whole = Catalog.open(base)
-        else:
-            raise CheckpointNotFoundError(
-                f"version {chain.number} is differences to the model itself, and none is given",
-                file=self.folder,
-                hint="Give base=, the folder or URL of the model that training began with.",
-            )
+    def _check_order(self, chain: VersionChain) -> None:
+        identities = chain.identities()
+        for difference in chain.differences:
+            base = difference.base
+            identity = identities[base].hex()
+            if difference.follows not in (None, identity):
+                what = f"version {base}" if base else "model"
+                place = self.path(base) if base else os.fsdecode(self._base or "")
+                raise FormatError(
+                    f"version {difference.number} follows another {what} than is there",
+                    file=difference.folder,
+                    expected=f"{what} of history {difference.follows:.12}...",
+                    found=f"{identity:.12}..., of {place}",
+                    hint=_HINT if base else "Give the model that it was published with as base=.",
+                )
+
+    def catalog(self, chain: VersionChain) -> Catalog:
+        """Opens a version as a checkpoint."""
+        whole = self._whole(chain.whole, chain.number)
         try:
             if chain.whole and not chain.differences:
                 return whole
@@ -256,25 +289,53 @@ class PublishedVersions:
                 whole.close()
             raise
 
+    def _whole(self, number: int, needed_for: int) -> Catalog:
+        """Opens a whole version, or the model."""
+        if number:
+            return Catalog.open(self.path(number), storage=self.storage)
+        if self._base is None:
+            raise CheckpointNotFoundError(
+                f"version {needed_for} is differences to the model itself, and none is given",
+                file=self.folder,
+                hint="Give base=, the folder or URL of the model that training began with.",
+            )
+        return self._open_base(self._base)
 
-def _model_identity(base: PathLike) -> bytes:
-    """Return what tells a model from others, and from what was in its place before."""
-    with Catalog.open(base) as catalog:
-        files = [(file, catalog.storage.identity(file)) for file in catalog.files]
-        local = local_path(text := os.fsdecode(base))
-        return repr((text if local is None else os.path.realpath(local), files)).encode()
+
+def _digest(catalog: Catalog) -> bytes:
+    """Return a digest of a model's names and shapes, and of some of its bytes, wherever it lies."""
+    check_whole(catalog)
+    entries = sorted(catalog.all_entries().values())
+    digest = hashlib.sha256(repr([(e.name, e.shape, e.nbytes) for e in entries]).encode())
+    filled = [entry for entry in entries if entry.nbytes]
+    count = min(len(filled), _SAMPLES)
+    chosen = [filled[n * (len(filled) - 1) // max(count - 1, 1)] for n in range(count)]
+    samples = [np.empty(min(entry.nbytes, _SAMPLE_BYTES), np.uint8) for entry in chosen]
+    with Workers(_SAMPLE_THREADS, "safetensors-pull", catalog.storage.interrupt) as workers:
+        for entry, sample in zip(chosen, samples, strict=True):
+            middle = entry.start + (entry.nbytes - sample.size) // 2
+            workers.submit(catalog.storage.read_into, entry.file, middle, [sample.data])
+        workers.join()
+    for sample in samples:
+        digest.update(sample.data)
+    return digest.digest()
+
+
+def check_whole(catalog: Catalog) -> None:
+    """Raises a `FormatError` if a checkpoint has tensors in parts."""
+    if catalog.layout != "hf":
+        raise FormatError(
+            "differences apply to whole tensors",
+            file=catalog.path,
+            expected="layout 'hf'",
+            found=f"layout {catalog.layout!r}",
+            hint="Put the tensors together first, with osl.consolidate.",
+        )
 
 
 def versioned(whole: Catalog, differences: Sequence[Difference]) -> Catalog:
     """Return the catalog of a version: that of a whole one, with differences applied."""
-    if whole.layout != "hf":
-        raise FormatError(
-            "differences apply to whole tensors",
-            file=whole.path,
-            expected="layout 'hf'",
-            found=f"layout {whole.layout!r}",
-            hint="Put the tensors together first, with osl.consolidate.",
-        )
+    check_whole(whole)
     changed = {name: None for difference in differences for name in difference.entries}
     for difference in differences:
         unknown = [name for name in difference.entries if name not in whole]

@@ -25,6 +25,7 @@ from .header import TensorEntry
 from .schema import Schema, short_repr
 
 HISTORY = "history"  # in the metadata of a whole version's index: like no other's
+_BASE_HISTORY = "base_history"  # in that of differences: the identity of the version before
 ENCODING = "delta_encoding"  # the member of an index's metadata that marks differences
 CHECKSUM = "xxh3-128"  # what is written; all of `_LIBRARIES` are read
 _LEVEL = 1
@@ -57,6 +58,9 @@ class DifferenceFormat(NamedTuple):
     base: int  # the version before it, to which it is different; 0 is the model as it was published
     encoding: str
     checksum: str  # kind of the checksums
+    base_history: str | None = (
+        None  # identity of the version before; None in other programs' versions
+    )
 
     @classmethod
     def parse(
@@ -83,13 +87,18 @@ class DifferenceFormat(NamedTuple):
             if metadata.get(name) not in known:
                 found = short_repr(metadata.get(name))
                 schema.raise_error(f"unknown {name}", f"one of {', '.join(known)}", found)
-        return cls(base, str(metadata[ENCODING]), str(metadata["checksum_format"]))
+        history = metadata.get(_BASE_HISTORY)
+        if not isinstance(history, str | None):
+            schema.raise_error(f"malformed {_BASE_HISTORY}", "a string", short_repr(history))
+        return cls(base, str(metadata[ENCODING]), str(metadata["checksum_format"]), history)
 
     def metadata(self, number: int) -> dict[str, str]:
         """Return the metadata of the index of version `number`."""
+        history = {} if self.base_history is None else {_BASE_HISTORY: self.base_history}
         return {
             "version": version_text(number),
             "base_version": version_text(self.base),
+            **history,
             ENCODING: self.encoding,
             "compression_format": "zstd",
             "checksum_format": self.checksum,

@@ -78,7 +78,7 @@ def test_versions_of_one_whole_one_are_told_apart(published):
         versions = PublishedVersions(storage, root)
         known = []
         for number in seen:
-            catalog = versions.catalog(versions.chain(number, None), None)
+            catalog = versions.catalog(versions.chain(number))
             known.append(tuple(catalog.storage.version(file) for file in catalog.files))
     assert len({*known}) == len(seen) - 1  # of the two whole ones the files tell
     assert known[0] == known[4]
@@ -363,7 +363,10 @@ BROKEN = [
     (lose_entry, "the index names other tensors"),
     (lambda place: rewrite_index(place, version="000009"), "the index is that of another version"),
     (lambda place: rewrite_index(place, base_version="000006"), "malformed base_version"),
-    (lambda place: rewrite_index(place, base_version="000002"), "is not what was published|needs"),
+    (
+        lambda place: rewrite_index(place, base_version="000002"),
+        "is not what was published|needs|follows another",
+    ),
     (lambda place: rewrite_index(place, delta_encoding="add"), "unknown delta_encoding"),
     (lambda place: rewrite_index(place, compression_format="lz4"), "unknown compression_format"),
     (lambda place: rewrite_index(place, checksum_format="md5"), "unknown checksum_format"),
@@ -520,6 +523,12 @@ def test_no_version_and_none_of_that_number(tmp_path):
     osl.publish(tmp_path, model())
     with pytest.raises(osl.CheckpointNotFoundError, match="there is no complete version 7"):
         osl.pull(tmp_path, version=7)
+
+
+@pytest.mark.parametrize("version", ["2", 2.0, True, -1])
+def test_what_is_no_number_of_a_version(published, version):
+    with pytest.raises(ValueError, match=f"version must be None or the number .* not {version!r}"):
+        osl.pull(published[0], version=version)
 
 
 def test_differences_without_their_model(tmp_path):

@@ -1,5 +1,6 @@
 """Versions of one number in two histories, odd dtypes, and folders that are not to be replaced."""
 
+import json
 import shutil
 
 import jax.numpy as jnp
@@ -50,7 +51,84 @@ def test_a_version_of_another_history_is_not_taken_for_this_ones(tmp_path, histo
         assert read_version(tmp_path, 0, tmp_path / "own") == as_bytes(expected)
 
 
-def test_a_whole_version_of_another_program_is_known_by_its_time(tmp_path):
+def put(source, target, number):
+    """Put a version of one folder in the place of another's."""
+    name = f"weight_v{number:06d}"
+    shutil.rmtree(target / name, ignore_errors=True)
+    shutil.copytree(source / name, target / name)
+
+
+def abc(*values):
+    named = zip("abc", values, strict=True)
+    return {name: np.full((8, 8), value, np.float32) for name, value in named}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("into", ["arrays", "folder", "held"])
+def test_versions_of_two_histories_are_not_mixed(tmp_path, number, into):
+    """Also where no tensor that changes is another one."""
+    for place, other in (("here", 1), ("there", 7)):
+        for values in ((other, 0, 0), (other, 1, 0), (other, 1, 1)):
+            osl.publish(tmp_path / place, abc(*values))
+    target = {"arrays": None, "folder": tmp_path / "own"}
+    if into == "held":
+        target["held"] = osl.pull(tmp_path / "here", version=1)
+    put(tmp_path / "there", tmp_path / "here", number)
+    with pytest.raises(osl.FormatError, match="version 2 follows another version 1 than") as caught:
+        osl.pull(tmp_path / "here", target[into])
+    assert caught.value.file == str(tmp_path / "here/weight_v000002")
+    assert not (tmp_path / "own").exists()
+    with pytest.raises(osl.FormatError, match="follows another version"):
+        osl.publish(tmp_path / "here", abc(1, 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["folder", "one file"])
+def test_a_version_is_not_of_another_base(tmp_path, kind):
+    """The models differ in a tensor that no version changes; where they lie does not matter."""
+    base, other = (osl.save(tmp_path / n, abc(0, 0, v)) or tmp_path / n for n, v in ("x9", "y5"))
+    folder = tmp_path / "all"
+    osl.publish(folder, abc(1, 0, 9), base=base)
+    with pytest.raises(osl.FormatError, match="version 1 follows another model"):
+        osl.publish(folder, abc(1, 1, 5), base=other)
+    osl.publish(folder, abc(1, 1, 9), base=base)
+    for target in (None, tmp_path / "own"):
+        with pytest.raises(osl.FormatError, match="version 1 follows another model") as caught:
+            osl.pull(folder, target, base=other)
+        assert str(other) in caught.value.found
+    moved = shutil.copytree(base, tmp_path / "moved", copy_function=shutil.copyfile)
+    if kind == "one file":
+        moved = shutil.move(moved / "model.safetensors", tmp_path / "alone.safetensors")
+    held = osl.pull(folder, version=1, base=base)
+    assert as_bytes(osl.pull(folder, held, base=moved).tree) == as_bytes(abc(1, 1, 9))
+
+
+def test_versions_of_programs_that_name_no_history(tmp_path):
+    folder = tmp_path / "all"
+    for values in ((0, 0, 0), (1, 0, 0), (1, 1, 0)):
+        osl.publish(folder, abc(*values))
+    for index in folder.glob("*/*.index.json"):
+        said = json.loads(index.read_text())
+        for name in ("history", "base_history"):
+            said["metadata"].pop(name, None)
+        index.write_text(json.dumps(said))
+    assert as_bytes(osl.pull(folder).tree) == as_bytes(abc(1, 1, 0))
+    osl.publish(folder, abc(1, 1, 1))
+    assert as_bytes(osl.pull(folder).tree) == as_bytes(abc(1, 1, 1))
+
+
+def test_a_base_of_many_tensors_is_known_by_some_of_their_bytes(tmp_path):
+    """A few small reads, however large the model; another fine-tuning of it is told."""
+    rng = np.random.default_rng(3)
+    tree = {f"layer.{n}": rng.normal(size=(64, 64)).astype(np.float32) for n in range(200)}
+    other = {name: value + np.float32(0.001) for name, value in tree.items()}
+    osl.save(tmp_path / "base", tree)
+    osl.save(tmp_path / "other", other)
+    osl.publish(tmp_path / "all", {**tree, "layer.7": tree["layer.7"] * 2}, base=tmp_path / "base")
+    with pytest.raises(osl.FormatError, match="follows another model"):
+        osl.pull(tmp_path / "all", base=tmp_path / "other")
+
+
+def test_a_whole_version_of_another_program_is_known_by_its_values(tmp_path):
     trees = [{"w": jnp.arange(9.0) + n} for n in (0, 1)]
     for tree in trees:
         shutil.rmtree(tmp_path / "all", ignore_errors=True)
@@ -144,3 +222,18 @@ def test_an_incomplete_version_is_an_error_that_says_what_to_do(tmp_path):
     assert "overwrite" not in str(at.value)
     shutil.rmtree(torn)
     assert osl.publish(tmp_path, model()) == 2
+
+
+@pytest.mark.parametrize("damage", ["short", "away"])
+def test_a_folder_whose_files_are_damaged_is_pulled_anew(tmp_path, damage, caplog):
+    for step in (0, 1):
+        osl.publish(tmp_path / "all", abc(step, 0, 0))
+    osl.pull(tmp_path / "all", tmp_path / "own")
+    file = tmp_path / "own/model.safetensors"
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "short":
+        file.write_bytes(data[:-1])
+    osl.pull(tmp_path / "all", tmp_path / "own")
+    assert file.read_bytes() == data
+    assert "is pulled anew" in caplog.text
