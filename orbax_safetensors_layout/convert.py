@@ -243,7 +243,7 @@ def convert(
                 item=target_item,
             )
         else:
-            sidecar_files = _sidecar_files(reader, config)
+            sidecar_files = _sidecar_files(reader, config, code=options.code)
             saved = {
                 array.name: SavedTensor(array.shape, _stored(array.dtype, options.dtype))
                 for array in arrays_in(target_tree)
@@ -364,11 +364,13 @@ def _stored(dtype: np.dtype[Any], asked: np.dtype[Any] | None) -> np.dtype[Any]:
     return dtype if asked is None or not is_floating(dtype) else asked
 
 
-def _sidecar_files(reader: CheckpointReader, config: PathLike | None) -> dict[str, bytes]:
+def _sidecar_files(
+    reader: CheckpointReader, config: PathLike | None, *, code: bool
+) -> dict[str, bytes]:
     if config is not None:
-        return read_sidecar_files(config, required=True)
+        return read_sidecar_files(config, code=code, required=True)
     if isinstance(reader, SafetensorsReader) and reader.kind == "hf":
-        return read_sidecar_files(reader.path, storage=reader.storage)
+        return read_sidecar_files(reader.path, storage=reader.storage, code=code)
     return {}
 
 

@@ -356,7 +356,9 @@ class WriteOptions(_CheckedOptions):
         model: The folder of the model (or its URL: `hf://org/name`) whose `config.json`, tokenizer
             and the like are put beside the files, so that `transformers` opens them: as they are,
             but for the dtype, the vocabulary and the quantisation, which are those of what is
-            written. Code is left out.
+            written. Or the bytes of such files by name. A handler or layout that is made with them
+            reads them at once, any other save when it writes.
+        code: With `model`, the modules of a model that has its own (`*.py`) come along, too.
         card: Writes a model card, `README.md`: a dict, or a function that returns one for each
             save, of `base_model` and other fields of the hub's metadata, and of `step` and
             `metrics` (a dict), which are its text.
@@ -379,7 +381,8 @@ class WriteOptions(_CheckedOptions):
     file_stem: str = "model"
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     dtype: Any = None
-    model: PathLike | None = None
+    model: PathLike | Mapping[str, bytes] | None = None
+    code: bool = False
     card: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
     quantize: Quantizes | None = None
     memory_budget_bytes: int | None = None
@@ -412,6 +415,7 @@ class ConvertOptions(_CheckedOptions):
         use_compression: In format `"orbax"` whether arrays are compressed with zstd.
         verify: Read back what was written, and compare every bit with what was read.
         progress: As in `ReadOptions`.
+        code: As in `WriteOptions`, of what is beside the source, or of `config`.
         cache: As in `ReadOptions`, of a source of safetensors files.
         cache_bytes: As in `ReadOptions`.
     """
@@ -424,6 +428,7 @@ class ConvertOptions(_CheckedOptions):
     use_zarr3: bool = True
     use_compression: bool = True
     verify: bool = True
+    code: bool = False
     progress: bool | Callable[[Progress], None] = False
     timeout_seconds: float = 7 * 24 * 3600.0
     cache: PathLike | None = None
@@ -465,6 +470,14 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_model(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        pairs = [(name, data) for name, data in value.items() if isinstance(name, str)]
+        named = [data for name, data in pairs if re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name)]
+        return len(named) == len(value) > 0 and all(isinstance(data, bytes) for data in named)
+    return isinstance(value, str | os.PathLike)
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
@@ -492,7 +505,7 @@ def _is_stem(value: Any) -> bool:
 
 _BY_CLASS = f"a dict of storage classes ({', '.join(PROFILES)}) to"
 _COUNTS = "memory_budget_bytes concurrency request_bytes max_file_bytes attempts cache_bytes"
-_FLAGS = "mmap register_memory strict verify fsync digests use_ocdbt use_zarr3 use_compression"
+_FLAGS = "mmap register_memory strict verify fsync digests code use_ocdbt use_zarr3 use_compression"
 # Names of options, what their values must be, and whether one is that.
 _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (_COUNTS, "a positive integer", lambda v: _is_integer(v) and v > 0),
@@ -516,7 +529,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
     ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
     ("cache", "the path of a local folder", _is_local_path),
-    ("model", "the path or URL of a model's folder", lambda v: isinstance(v, str | os.PathLike)),
+    ("model", "the path or URL of a model's folder, or files by name", _is_model),
     ("card", "a dict, or a function", lambda v: isinstance(v, Mapping) or callable(v)),
     ("quantize", "an osl.Quantization(...)", _is_quantization),
     ("retries", "a RetryPolicy(attempts=..., ...)", lambda v: isinstance(v, RetryPolicy)),

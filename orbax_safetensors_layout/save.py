@@ -44,7 +44,7 @@ from orbax_safetensors_layout.writing import (
     commit_when_complete,
     configured_files,
     described_files,
-    read_sidecar_files,
+    model_files,
     write_mapped,
     write_parts,
 )
@@ -190,7 +190,8 @@ class PreparedSave:
         model, quantize = self.options.model, self.options.quantize
         files = {**self.card}
         if model is not None:
-            files |= described_files(read_sidecar_files(model, required=True), self._tensors())
+            own = model_files(model, code=self.options.code)
+            files |= described_files(own, self._tensors())
         if quantize is None or self.mapped is None:
             return files
         configured = functools.partial(quantize.configured, weights=self.mapped.plain)

@@ -87,6 +87,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         add(f"--no-{name}", action="store_true", help=f"of Orbax: {effect}")
     add_memory_budget(parser, "host memory to use, whatever the checkpoint's size; default 2GiB")
     add_cache(parser)
+    add("--code", action="store_true", help="take a model's own modules (*.py) along, too")
     add("--no-verify", action="store_true", help="do not read back and compare")
     add("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
     add("--restart", action="store_true", help="drop what an interrupted conversion has done")
@@ -103,6 +104,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         use_zarr3=not parsed.no_zarr3,
         use_compression=not parsed.no_compression,
         verify=not parsed.no_verify,
+        code=parsed.code,
         progress=not output.quiet,
         **cache_options(parsed),
     )

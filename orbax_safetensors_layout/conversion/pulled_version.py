@@ -52,7 +52,11 @@ from orbax_safetensors_layout.storage import (
     read_file,
     write_file,
 )
-from orbax_safetensors_layout.writing import commit_when_complete, read_sidecar_files
+from orbax_safetensors_layout.writing import (
+    commit_when_complete,
+    read_sidecar_files,
+    write_small_files,
+)
 
 from .updated_arrays import updated
 from .versions import PublishedVersions, VersionChain, check_whole, versioned
@@ -290,8 +294,7 @@ def _write_version(catalog: Catalog, chain: VersionChain, folder: str) -> None:
         new = place.folder
         if (manifest := catalog.manifest()) is not None:
             sidecar_files = {MANIFEST: manifest.to_json(), **sidecar_files}
-        for name, data in sidecar_files.items():
-            write_file(storage, join(new, name), data, durable=True)
+        write_small_files(storage, new, sidecar_files, durable=True)
         for file in catalog.files:
             size = catalog.storage.size(file)
             storage.make_folder(os.path.dirname(join(new, names[file])))

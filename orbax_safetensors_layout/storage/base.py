@@ -21,7 +21,11 @@ FIRST_READ_BYTES = 256 * KIB
 100 MB/s costs less than one more request."""
 
 Rank: TypeAlias = "Callable[[str], int | None]"
-"""Rank in which a checkpoint's file of a name appears; None for other files."""
+"""Rank in which a checkpoint's file of a name appears; None for other files.
+
+Names of files in folders are paths. A folder's own name, which ends with "/", has a rank, any, if
+such a file may be in it.
+"""
 
 
 class Notes(Protocol):
@@ -136,8 +140,14 @@ class Storage(RangeReader, Protocol):
         """Return the sorted names of files directly in `folder`, which need not exist."""
 
     def existing(self, folder: str, names: Collection[str]) -> set[str]:
-        """Return those of some names that are files in `folder`, well-known or not."""
-        return set(names).intersection(self.list(folder))
+        """Return those of some names that are files in `folder`, well-known or not.
+
+        Names of files in folders there are paths.
+        """
+        folders = {name.rpartition("/")[0] for name in names}
+        listed = {inner: self.list(join(folder, inner) if inner else folder) for inner in folders}
+        parts = {name: name.rpartition("/") for name in names}
+        return {name for name, (inner, _, last) in parts.items() if last in listed[inner]}
 
     @abc.abstractmethod
     def modified_seconds(self, file: str) -> float:

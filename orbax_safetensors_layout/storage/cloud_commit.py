@@ -234,7 +234,11 @@ class StagedCopy(NewFolder):
 
 def _ranked(storage: Storage, folder: str, rank: Rank) -> list[str]:
     """Return a folder's names that belong to a checkpoint, in their order of appearance."""
-    ranks = {name: rank(name) for name in storage.list(folder)}
+    names = [*storage.list(folder)]
+    for inner in storage.folders(folder):
+        if rank(f"{inner}/") is not None:
+            names += [f"{inner}/{name}" for name in storage.list(join(folder, inner))]
+    ranks = {name: rank(name) for name in names}
     return sorted((name for name in ranks if ranks[name] is not None), key=lambda n: (ranks[n], n))
 
 

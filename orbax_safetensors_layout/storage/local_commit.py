@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 from absl import logging
 
@@ -152,25 +152,50 @@ def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bo
             flush_folder(parent)
             return
         os.chmod(finished, stat.S_IMODE(os.stat(folder).st_mode))
-        new = set(os.listdir(finished))
-        kept = [n for n in os.listdir(folder) if n not in new and not is_replaced(n)]
-        for name in kept:
-            link_tree(os.path.join(folder, name), os.path.join(finished, name))
-        if kept:
-            flush_folder(finished)
+        new = _paths(finished)
+        kept = [*_kept(folder, new, is_replaced)]
+        for path in kept:
+            link_tree(os.path.join(folder, path), os.path.join(finished, path))
+        for place in {os.path.dirname(path) for path in kept}:
+            flush_folder(os.path.join(finished, place))
         here = ""
         with contextlib.suppress(OSError):
             here = os.getcwd()
         _replace(finished, folder)
-        for name in os.listdir(finished):
-            if name not in new and not is_replaced(name):
-                _bring(os.path.join(finished, name), os.path.join(folder, name))
+        for path in [*_kept(finished, new, is_replaced)]:
+            _bring(os.path.join(finished, path), os.path.join(folder, path))
         flush_folder(parent)  # before the old folder goes
         _remove_old(finished, folder)
         # A program that works in the folder goes on in the new one.
         if here == folder or here.startswith(folder + os.sep):
             with contextlib.suppress(OSError):
                 os.chdir(here)
+
+
+def _paths(folder: str) -> set[str]:
+    """Return the paths of all in a folder; those of folders end with a separator."""
+    paths: set[str] = set()
+    for root, folders, files in os.walk(folder):
+        names = [*files, *(f"{name}{os.sep}" for name in folders)]
+        paths.update(os.path.join(root, name).removeprefix(f"{folder}{os.sep}") for name in names)
+    return paths
+
+
+def _kept(
+    folder: str, new: Set[str], is_replaced: Callable[[str], bool], inside: str = ""
+) -> Iterator[str]:
+    """Yield the paths of what is in a folder, of no name among `new` paths, and not replaced."""
+    for name in os.listdir(os.path.join(folder, inside)):
+        path = os.path.join(inside, name)
+        if new.isdisjoint((path, f"{path}{os.sep}")):
+            if not is_replaced(path):
+                yield path
+        elif f"{path}{os.sep}" in new and _is_real_folder(os.path.join(folder, path)):
+            yield from _kept(folder, new, is_replaced, path)
+
+
+def _is_real_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def check_replaceable(folder: str) -> None:
@@ -256,7 +281,7 @@ def _remove_old(old: str, folder: str) -> None:
 
 def link_tree(source: str, target: str) -> None:
     """Makes a file or folder appear in a second place: by hard links, or else by durable copies."""
-    if os.path.isdir(source) and not os.path.islink(source):
+    if _is_real_folder(source):
         shutil.copytree(source, target, symlinks=True, copy_function=link_tree)
         for folder, _, _ in os.walk(target):
             flush_folder(folder)
@@ -272,7 +297,7 @@ def link_tree(source: str, target: str) -> None:
 
 def _bring(source: str, target: str) -> None:
     """Moves what came to a folder, or was replaced in it, after it was linked."""
-    if os.path.isdir(source) and not os.path.islink(source) and os.path.isdir(target):
+    if _is_real_folder(source) and os.path.isdir(target):
         for name in os.listdir(source):
             _bring(os.path.join(source, name), os.path.join(target, name))
     elif not os.path.lexists(target) or _is_newer(source, target):

@@ -11,6 +11,8 @@ from .side_files import (
     card_file,
     configured_files,
     described_files,
+    model_files,
     read_sidecar_files,
+    with_model_files,
 )
 from .write import write_parts

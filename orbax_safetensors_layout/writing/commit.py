@@ -25,6 +25,8 @@ def appearance_rank(name: str) -> int | None:
     """
     if name == MANIFEST:
         return 0
+    if "/" in name:
+        return None
     if name.endswith(INDEX_SUFFIX):
         return 2
     return 1 if name.endswith(SUFFIX) or name == DIGESTS else None
@@ -46,9 +48,10 @@ def commit_when_complete(
     a `CheckpointExistsError`, also one that comes while this one is written.
     """
     present: set[str] = set()  # side files that are there already, and stay whatever happens
+    inner = {f"{name.rpartition('/')[0]}/" for name in sidecar_files if "/" in name}
 
     def rank(name: str) -> int | None:
-        if name in sidecar_files:
+        if name in sidecar_files or name in inner:
             return None if name in present else 0
         return appearance_rank(name)
 
@@ -119,8 +122,7 @@ def check_target(
             file=target,
             hint="Pass overwrite=True (--overwrite) to replace it.",
         )
-    present = set(storage.list(target)) if sidecar_files else set()
-    present.intersection_update(sidecar_files)
+    present = storage.existing(target, sidecar_files) if sidecar_files else set()
     others = []
     for name in sorted(present):
         file, data = join(target, name), sidecar_files[name]

@@ -4,55 +4,88 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import fnmatch
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from absl import logging
 
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
     StorageError,
+    listed,
 )
 from orbax_safetensors_layout.mapping import parse_config, plain_configurations
-from orbax_safetensors_layout.options import MIB, PathLike, is_floating
+from orbax_safetensors_layout.options import MIB, PathLike, WriteOptions, is_floating
 from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
 
 from .commit import appearance_rank
 
 _CONFIG = "config.json"
 _CARD = "README.md"
-_EMBEDDING = "embed_tokens.weight"
+_VOCABULARIES = ("lm_head.weight", "embed_tokens.weight")  # which may have rows besides
 _MOST_BYTES = 512 * MIB  # of a side file: the largest tokenizers have some 30 MB
-_SIDECAR_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _OF_SCALES = ("scale", "absmax", "SCB", "qzeros")  # in the names of what quantised integers need
-_OF_OTHER_FILES = (  # of an adapter, or of a training: with the first, a model opens as no model
-    "adapter_config.json",
-    "pytorch_model.bin.index.json",
-    "trainer_state.json",
-    "training_args.json",
-)
-_SIDECAR_NAMES = (  # that are asked for where a folder cannot be listed
-    "config.json",
-    "generation_config.json",
+# Patterns of names. Tokenizers' are those of transformers 5.24's VOCAB_FILES_NAMES and of its hub.
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "*.jinja")
+_TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    *_TEMPLATES,
     "tokenizer.model",
     "spiece.model",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "hf_quant_config.json",
+    "*.model",
+    "*.model.v[0-9]*",
+    "*.tiktoken",
+    "*.tokenizer",
+    "*.spm",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "*[_-]vocab.json",
+    "vocab-*.json",
+    "merges.txt",
+    "dict.txt",
+    "bpe.codes",
+    "encoder.json",
+    "byte_maps.json",
+    "emoji.json",
+    "normalizer.json",
+    "tekken.json",
+    "word_*.json",
 )
+_MODEL = (
+    _CONFIG,
+    "generation_config.json",
+    *_TOKENIZER,
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "audio_tokenizer_config.json",
+    "hf_quant_config.json",
+    "quant_config.json",
+    "quantize_config.json",
+    "modules.json",  # with the next ones of sentence-transformers
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+_IN_FOLDERS = {
+    "additional_chat_templates": _TEMPLATES,
+    "*_tokenizer": _TOKENIZER,  # all but the first of a processor with several
+    "[0-9]_Pooling": (_CONFIG,),
+}
+_CODE = "*.py"
+_WITH_CODE = {_CONFIG, "tokenizer_config.json", "processor_config.json"}  # that may name it
 
 
 class SavedTensor(NamedTuple):
@@ -63,12 +96,18 @@ class SavedTensor(NamedTuple):
 
 
 def read_sidecar_files(
-    path: PathLike, *, storage: Storage | None = None, required: bool = False
+    path: PathLike,
+    *,
+    storage: Storage | None = None,
+    code: bool = False,
+    required: bool = False,
 ) -> dict[str, bytes]:
     """Returns the side files of a Hugging Face folder, or that one file, by name.
 
-    They are those of the version that a `storage` has pinned, if it is given. Links in a local
-    folder may lead to files below it, and from a snapshot of the hub's cache to its blobs.
+    They are those of the version that a `storage` has pinned, if it is given. Names of files in
+    folders are paths; with `code` the modules that a configuration may name are among them. Links
+    in a local folder may lead to files below it, and from a snapshot of the hub's cache to its
+    blobs.
     """
     folder = os.fsdecode(path)
     with contextlib.ExitStack() as stack:
@@ -76,12 +115,11 @@ def read_sidecar_files(
             storage, folder = open_storage(path)
             stack.enter_context(storage)
         if storage.is_file(folder):
-            files = {os.path.basename(folder): folder} if _is_sidecar(folder) else {}
+            name = os.path.basename(folder)
+            files = {name: folder} if _is_among(name, _MODEL) else {}
         else:
-            names = {*storage.list(folder)}
-            if not storage.lists:
-                names |= storage.existing(folder, _SIDECAR_NAMES)
-            files = {name: join(folder, name) for name in sorted(filter(_is_sidecar, names))}
+            names = sorted(_names(storage, folder, (*_MODEL, _CODE) if code else _MODEL))
+            files = {name: join(folder, name) for name in names}
             if storage.kind == "local":
                 _check_links(folder, files)
         data = {
@@ -97,10 +135,39 @@ def read_sidecar_files(
     return data
 
 
-def _is_sidecar(path: str) -> bool:
-    name = os.path.basename(path)
-    is_known = name.endswith(_SIDECAR_SUFFIXES) and appearance_rank(name) is None
-    return is_known and not name.startswith(".") and name not in _OF_OTHER_FILES
+def model_files(model: PathLike | Mapping[str, bytes], *, code: bool) -> dict[str, bytes]:
+    """Returns the side files of `WriteOptions.model`."""
+    if not isinstance(model, Mapping):
+        return read_sidecar_files(model, code=code, required=True)
+    if parts := [name for name in model if appearance_rank(name) is not None]:
+        raise InvalidArgumentError(
+            f"WriteOptions.model has a file that a save writes itself: {parts[0]}."
+        )
+    return dict(model)
+
+
+def with_model_files(options: WriteOptions | None) -> WriteOptions | None:
+    """Returns options that hold the files of their model: it need not be there any more."""
+    if options is None or options.model is None:
+        return options
+    return dataclasses.replace(options, model=model_files(options.model, code=options.code))
+
+
+def _names(storage: Storage, folder: str, patterns: Sequence[str]) -> Iterator[str]:
+    """Yield the names of side files in a folder, and those in folders there as paths."""
+    if not storage.lists:
+        yield from storage.existing(folder, {p for p in patterns if "*" not in p})
+        return
+    yield from (name for name in storage.list(folder) if _is_among(name, patterns))
+    for inner in storage.folders(folder):
+        for pattern, within in _IN_FOLDERS.items():
+            if fnmatch.fnmatchcase(inner, pattern):
+                names = storage.list(join(folder, inner))
+                yield from (f"{inner}/{name}" for name in names if _is_among(name, within))
+
+
+def _is_among(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and name[0] != "."
 
 
 def _check_links(folder: str, names: Iterable[str]) -> None:
@@ -126,11 +193,11 @@ def card_file(card: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> dict
     try:  # values in JSON are YAML, too
         lines = [
             "---",
-            *(f"{key}: {json.dumps(value, allow_nan=False)}" for key, value in fields.items()),
+            *(f"{key}: {_as_json(value, allow_nan=False)}" for key, value in fields.items()),
             "---",
             "",
         ]
-        rows = [f"| {name} | {json.dumps(value)} |" for name, value in metrics.items()]
+        rows = [f"| {name} | {_as_json(value)} |" for name, value in metrics.items()]
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidArgumentError(
             "WriteOptions.card holds a value that a model card cannot have",
@@ -146,6 +213,17 @@ def card_file(card: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> dict
     if rows:
         lines += ["| metric | value |", "|---|---|", *rows, ""]
     return {_CARD: "\n".join(lines).encode()}
+
+
+def _as_json(value: Any, *, allow_nan: bool = True) -> str:
+    """Returns a value in JSON; scalars of numpy and JAX are numbers."""
+
+    def number(array: Any) -> Any:
+        if getattr(array, "shape", None) != ():
+            raise TypeError(f"a value is of type {type(array).__name__}")
+        return array.item()
+
+    return json.dumps(value, allow_nan=allow_nan, default=number)
 
 
 def configured_files(
@@ -173,9 +251,12 @@ def described_files(
 
     Only what it says already is changed: `dtype` (before transformers 5 `torch_dtype`) to that of
     most bytes of floating-point matrices of 16 bits or more, `vocab_size` to the rows of
-    `embed_tokens.weight`. What files say of a quantisation goes if no tensor is quantised; else the
-    dtype stays, which is that of what is not quantised.
+    `lm_head.weight`, or else of `embed_tokens.weight`. What files say of a quantisation goes if no
+    tensor is quantised; else the dtype stays, which is that of what is not quantised.
     """
+    if (names := _named_code(files)) and not any(name.endswith(".py") for name in files):
+        text = "The model has code of its own (%s), which does not come along without code=True."
+        logging.warning(text, listed(sorted(names)))
     if not _has_quantized(tensors):
         files = plain_configurations(files)
     if _CONFIG not in files:
@@ -188,9 +269,11 @@ def described_files(
     said: dict[str, object] = {}
     if nbytes and "quantization_config" not in config:
         said = dict.fromkeys(("dtype", "torch_dtype"), nbytes.most_common(1)[0][0])
-    rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)]
-    if len(rows) == 1:
-        said["vocab_size"] = rows[0]
+    for suffix in _VOCABULARIES:
+        rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(suffix)]
+        if len(rows) == 1:
+            said["vocab_size"] = rows[0]
+            break
     is_changed = False
     inner = config.get("text_config")
     for section in (config, inner if isinstance(inner, dict) else {}):
@@ -200,6 +283,19 @@ def described_files(
     if not is_changed:
         return dict(files)
     return {**files, _CONFIG: json.dumps(config, indent=2).encode() + b"\n"}
+
+
+def _named_code(files: Mapping[str, bytes]) -> set[str]:
+    """Returns the modules in the same folder that `auto_map` entries of configurations name."""
+    names: set[str] = set()
+    for name in files.keys() & _WITH_CODE:
+        classes = parse_config(files[name], name).get("auto_map")
+        for value in classes.values() if isinstance(classes, dict) else ():
+            texts = value if isinstance(value, list) else [value]
+            names |= {
+                f"{t.partition('.')[0]}.py" for t in texts if isinstance(t, str) and "--" not in t
+            }
+    return names
 
 
 def _has_quantized(tensors: Mapping[str, SavedTensor]) -> bool:

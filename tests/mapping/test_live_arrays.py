@@ -245,6 +245,21 @@ def there_and_back(tmp_path, path, tensors, split):
         assert array.sharding == sharding[name]
 
 
+@pytest.mark.parametrize("split", SPECS)
+def test_under_a_transfer_guard(path, tensors, split):
+    """Where JAX refuses copies between host and devices that nobody asked for."""
+    mapping, mesh = saved_mapping(), mesh_of(x=2, y=2)
+    sharding = {n: NamedSharding(mesh, SPECS[split](x.ndim)) for n, x in tensors.items()}
+    arrays = {name: place(x, sharding[name]) for name, x in tensors.items()}
+
+    def there_and_back():
+        return mapping.unapply(mapping.apply(arrays, abstract_llama(path, split)), sharding)
+
+    with jax.transfer_guard("disallow"):
+        guarded = there_and_back()
+    jax.tree.map(assert_same_array, guarded, there_and_back())
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x"), P("x", "y")], ids=str)
 @pytest.mark.parametrize(

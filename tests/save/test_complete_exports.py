@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 
 import jax
 import numpy as np
@@ -57,8 +58,8 @@ def models(tmp_path_factory):
 
 
 def side_files(folder):
-    weights = ("model", "orbax_safetensors_layout")
-    return {name for name in os.listdir(folder) if not name.startswith(weights)}
+    others = ("model", "orbax_safetensors_layout", "_METADATA", "commit_success")
+    return {name for name in os.listdir(folder) if not name.startswith(others)}
 
 
 def check(folder, source, *, dtype=None, plain=None):
@@ -145,6 +146,52 @@ def test_every_second_step_of_a_checkpoint_manager_is_exported(models, tmp_path)
         transformers.AutoTokenizer.from_pretrained(folder)
 
 
+def test_the_best_step_of_a_checkpoint_manager_is_exported(models, tmp_path):
+    """Its folder is the one that Orbax keeps, and opens; the card says why."""
+    source = models["qwen3"]
+    mapping = osl.families.mapping(source.folder)
+    params = jax.tree.map(jax.numpy.asarray, osl.load(source.folder, mapping=mapping))
+    seen = {}
+    write = osl.WriteOptions(model=source.folder, card=lambda: seen)
+    export = osl.SafetensorsCheckpointHandler(mapping=mapping, write=write)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=1, best_fn=lambda metrics: metrics["loss"], best_mode="min"
+    )
+    losses = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.5, 5: 2.75}
+    handlers = {"state": osl.SafetensorsCheckpointHandler(), "hf": export}
+    with ocp.CheckpointManager(tmp_path, options=options, item_handlers=handlers) as manager:
+        best = float("inf")
+        for step, loss in losses.items():
+            items = {"state": osl.SafetensorsSave({"params": trained(params, step)})}
+            if loss < best:
+                best = loss
+                seen = {"step": step, "metrics": {"loss": jax.numpy.float32(loss)}}
+                items["hf"] = osl.SafetensorsSave(trained(params, step))
+            manager.save(step, args=ocp.args.Composite(**items), metrics={"loss": loss})
+        manager.wait_until_finished()
+        assert manager.best_step() == 4
+    (folder,) = tmp_path.glob("*/hf")
+    assert folder == tmp_path / "4" / "hf"
+    np.testing.assert_array_equal(weights_of(folder), down(trained(params, 4)))
+    assert "| loss | 2.5 |" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_checkpoint_manager_of_several_processes_exports(models, tmp_path, processes):
+    source, root = models["qwen3"], tmp_path / "run"
+    run_processes(
+        "export_model.py",
+        processes=processes,
+        devices=2,
+        path=str(source.folder),
+        target=str(root),
+        managed=True,
+    )
+    check(root / "1" / "hf", source)
+    assert not (root / "2" / "hf").exists()
+    assert osl.load(root / "2" / "state")["step"] == 2
+
+
 def test_exports_beside_a_state_of_orbax_in_v1(models, tmp_path):
     source = models["qwen3"]
     mapping = osl.families.mapping(source.folder)
@@ -179,6 +226,50 @@ def test_a_configuration_says_the_rows_that_were_written(models, tmp_path):
         assert model.get_input_embeddings().weight.shape[0] == written
     unchanged = (source.folder / "config.json").read_bytes()
     assert (tmp_path / "96" / "config.json").read_bytes() == unchanged
+
+
+def test_a_vocabulary_is_not_the_rows_that_an_embedding_has_besides(tmp_path):
+    """Mllama's table has 8 rows more than its vocabulary, for images."""
+    config = transformers.MllamaTextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        cross_attention_layers=[1],
+        pad_token_id=0,
+    )
+    model = transformers.MllamaForCausalLM(config).eval()
+    assert model.get_input_embeddings().weight.shape[0] == 72
+    model.save_pretrained(tmp_path / "model")
+    options = osl.WriteOptions(model=tmp_path / "model")
+    osl.save(tmp_path / "out", osl.load(tmp_path / "model"), options=options)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 64
+    again = transformers.MllamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, again(tokens).logits)
+
+
+def test_a_processor_of_two_tokenizers_comes_along(models, tmp_path):
+    """As InstructBLIP's; the second is in a folder of its own, and so are further templates."""
+    source, target = models["llama"].folder, tmp_path / "out"
+    model = tmp_path / "model"
+    shutil.copytree(source, model)
+    tokenizer = save_tokenizer(model)
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE + "!"}
+    images = transformers.BlipImageProcessor(size={"height": 20, "width": 20})
+    processor = transformers.InstructBlipProcessor(images, tokenizer, save_tokenizer(tmp_path))
+    processor.save_pretrained(model)
+    assert (model / "qformer_tokenizer" / "tokenizer.json").exists()
+    assert (model / "additional_chat_templates" / "tool_use.jinja").exists()
+    osl.save(target, osl.load(source), options=osl.WriteOptions(model=model))
+    again = transformers.InstructBlipProcessor.from_pretrained(target)
+    assert again.image_processor.size == {"height": 20, "width": 20}
+    for ours in (again.tokenizer, again.qformer_tokenizer):
+        assert ours("the cat sat").input_ids == [4, 5, 6]
+    assert again.tokenizer.chat_template == tokenizer.chat_template
 
 
 def test_configurations_of_quantised_models(models, tmp_path):

@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import shutil
+from pathlib import Path
 
 import backends
 import numpy as np
@@ -29,6 +32,11 @@ def model(tmp_path):
     (tmp_path / "model" / "._config.json").write_bytes(b"what an archive of macOS leaves")
     (tmp_path / "model" / "adapter_config.json").write_bytes(b"with it no model opens")
     (tmp_path / "model" / "trainer_state.json").write_bytes(b"of a training")
+    (tmp_path / "model" / "notes.txt").write_bytes(b"of somebody")
+    (tmp_path / "model" / "modeling_own.py").write_bytes(b"code")
+    for folder in ("checkpoint-7", "notes"):
+        (tmp_path / "model" / folder).mkdir()
+        (tmp_path / "model" / folder / "config.json").write_bytes(b"of another")
     return tmp_path / "model"
 
 
@@ -50,6 +58,101 @@ def test_a_save_takes_the_files_of_a_model_along(tmp_path, model):
     with pytest.raises(osl.CheckpointNotFoundError, match="tokenizer or similar file"):
         osl.save(tmp_path / "none", TENSORS, options=osl.WriteOptions(model=tmp_path / "nowhere"))
     assert not (tmp_path / "none").exists()
+
+
+NAMES = """
+bpe.codes byte_maps.json dict.txt emoji.json entity_vocab.json merges.txt normalizer.json
+prophetnet.tokenizer sentencepiece.bpe.model sentencepiece.model source.spm spiece.model spm.model
+spm_char.model target.spm target_vocab.json tokenizer.json tokenizer.model tokenizer_config.json
+vocab-src.json vocab-tgt.json vocab.json vocab.txt word_pronunciation.json word_shape.json
+special_tokens_map.json added_tokens.json tekken.json tiktoken.model qwen.tiktoken
+chat_template.jinja chat_template.json additional_chat_templates/tool_use.jinja
+qformer_tokenizer/vocab.txt qformer_tokenizer/tokenizer_config.json 1_Pooling/config.json
+config.json generation_config.json processor_config.json preprocessor_config.json
+video_preprocessor_config.json audio_tokenizer_config.json modules.json LICENSE
+"""
+
+
+def write_files(folder, names):
+    """Write files of a model, each of other content, but of JSON where that is looked into."""
+    files = {name: name.encode() for name in names} | {"config.json": b"{}"}
+    files["tokenizer_config.json"] = files["processor_config.json"] = b"{}"
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return files
+
+
+@pytest.mark.parametrize("kind", ["local", *backends.REMOTE])
+def test_all_that_tokenizers_and_processors_save_comes_along(tmp_path, kind):
+    files = write_files(tmp_path / "model", NAMES.split())
+    options = osl.WriteOptions(model=tmp_path / "model")
+    with backends.running(kind) as server, backends.place(server, tmp_path / "out") as place:
+        kept = {}
+        if kind == "local":
+            kept = {"additional_chat_templates/mine.jinja": b"kept", "notes/1": b"kept"}
+            for name, data in kept.items():
+                (Path(place.url) / name).parent.mkdir(parents=True, exist_ok=True)
+                (Path(place.url) / name).write_bytes(data)
+        for step in (1, 2):  # the second in place of the first
+            osl.save(place.url, {"w": TENSORS["w"] * step}, options=options, overwrite=step > 1)
+            assert osl.load(place.url)["w"].tolist() == (TENSORS["w"] * step).tolist()
+            data = {name: place.get(name) for name in place.names()}
+            assert {"model.safetensors", MANIFEST} == data.keys() - files.keys() - kept.keys()
+            assert data.items() >= {**files, **kept}.items()
+        osl.convert(place.url, tmp_path / "converted", format="hf")
+    for name, text in files.items():
+        assert (tmp_path / "converted" / name).read_bytes() == text
+
+
+def test_names_of_the_installed_transformers(tmp_path):
+    root = Path(pytest.importorskip("transformers").__file__).parent
+    texts = [file.read_text() for file in root.glob("models/*/tokenization_*.py")]
+    tables = [re.search(r"^VOCAB_FILES_NAMES = (\{.*?\})", text, re.S | re.M) for text in texts]
+    named = [re.findall(r':\s*"([^"]+)"', table[1]) for table in tables if table]
+    files = write_files(tmp_path / "model", {name for names in named for name in names})
+    assert len(files) > 20
+    osl.save(tmp_path / "out", TENSORS, options=osl.WriteOptions(model=tmp_path / "model"))
+    assert beside(tmp_path / "out") == files
+
+
+def test_code_comes_along_when_asked(tmp_path, model, caplog):
+    config = {"auto_map": {"AutoConfig": "own.Config", "AutoModel": "org/name--other.Model"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "own.py").write_text("class Config: ...")
+    for code in (False, True):
+        caplog.clear()
+        out = tmp_path / f"out-{code}"
+        osl.save(out, TENSORS, options=osl.WriteOptions(model=model, code=code))
+        converted = tmp_path / f"converted-{code}"
+        osl.convert(model, converted, format="hf", options=osl.ConvertOptions(code=code))
+        for folder in (out, converted):
+            assert (folder / "own.py").exists() == (folder / "modeling_own.py").exists() == code
+        assert caplog.text.count("has code of its own (own.py)") == (0 if code else 2)
+
+
+def test_the_files_of_a_model_by_name(tmp_path, model):
+    files = {**FILES, "additional_chat_templates/a.jinja": b"a"}
+    osl.save(tmp_path / "out", TENSORS, options=osl.WriteOptions(model=files))
+    assert (tmp_path / "out/additional_chat_templates/a.jinja").read_bytes() == b"a"
+    assert {n: (tmp_path / "out" / n).read_bytes() for n in FILES} == FILES
+    for odd in ({}, {"../a.json": b""}, {"/a.json": b""}, {"a/b/c": b""}, {"a": "text"}, {3: b""}):
+        with pytest.raises(ValueError, match=r"WriteOptions\.model must be the path or URL"):
+            osl.WriteOptions(model=odd)
+    for name in ("model.safetensors", MANIFEST):
+        with pytest.raises(osl.InvalidArgumentError, match="a save writes itself"):
+            osl.save(tmp_path / "odd", TENSORS, options=osl.WriteOptions(model={name: b""}))
+
+
+def test_a_handler_reads_the_files_of_a_model_when_it_is_made(tmp_path, model):
+    """So that no step is lost to a model that went away, nor to a misspelt one."""
+    with pytest.raises(osl.CheckpointNotFoundError, match="tokenizer or similar file"):
+        osl.SafetensorsCheckpointHandler(write=osl.WriteOptions(model=tmp_path / "misspelt"))
+    handler = osl.SafetensorsCheckpointHandler(write=osl.WriteOptions(model=model))
+    shutil.rmtree(model)
+    with ocp.CheckpointManager(tmp_path / "run", item_handlers={"hf": handler}) as manager:
+        manager.save(1, args=ocp.args.Composite(hf=osl.SafetensorsSave(TENSORS)))
+    assert {n: (tmp_path / "run/1/hf" / n).read_bytes() for n in FILES} == FILES
 
 
 def test_files_of_another_model_are_replaced_only_when_asked(tmp_path, model):
@@ -135,8 +238,8 @@ def test_links_that_lead_out_of_a_model_are_refused(tmp_path, model, link):
     elif link == "folder":
         (model / "inner").symlink_to(secret.parent)
         secret = model / "inner" / "secret.json"
-    (model / "notes.txt").symlink_to(secret)
-    problem = r"'notes\.txt' is a link.*secret\.json.*Copy the file"
+    (model / "merges.txt").symlink_to(secret)
+    problem = r"'merges\.txt' is a link.*secret\.json.*Copy the file"
     with pytest.raises(osl.StorageError, match=problem):
         osl.save(tmp_path / "out", TENSORS, options=osl.WriteOptions(model=model))
     with pytest.raises(osl.StorageError, match=problem):
@@ -164,10 +267,10 @@ def test_links_within_a_model_or_the_cache_of_the_hub_are_followed(tmp_path, mod
 
 
 def test_files_too_large_to_be_side_files_are_not_read(tmp_path, model):
-    with open(model / "train.json", "wb") as file:
+    with open(model / "vocab.json", "wb") as file:
         file.truncate(50 << 30)
     with pytest.raises(
-        osl.FormatError, match=r"too large \(file: .*train\.json, expected: at most"
+        osl.FormatError, match=r"too large \(file: .*vocab\.json, expected: at most"
     ):
         osl.save(tmp_path / "out", TENSORS, options=osl.WriteOptions(model=model))
 
