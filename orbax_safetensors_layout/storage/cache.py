@@ -329,7 +329,7 @@ class RangeCache:
             os.close(fd)
 
     def _open_usage(self) -> int:
-        """Opens the count of bytes; it is replaced where it is no file, or has another name."""
+        """Opens the count of bytes; what is not a file, or has another name too, is replaced."""
         for _ in range(_ATTEMPTS):
             try:
                 fd = os.open(self._usage, os.O_RDWR | os.O_CREAT | _AS_IT_IS, 0o600)
