@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging as standard_logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from orbax_safetensors_layout.errors import PeerError, SafetensorsLayoutError
 from orbax_safetensors_layout.format import DIGESTS
 from orbax_safetensors_layout.mapping import Mapping
 from orbax_safetensors_layout.options import GIB, PathLike, ReadOptions, given_or_default
-from orbax_safetensors_layout.plan import Cost, ReadPlan, array_sources, exchange_cost
+from orbax_safetensors_layout.plan import ReadPlan, array_sources, exchange_cost
 from orbax_safetensors_layout.pytree import AbstractTree, HostLeaf
 from orbax_safetensors_layout.reading import (
     LOADING,
@@ -53,6 +54,7 @@ from orbax_safetensors_layout.storage import LocalStorage, RangeReader
 
 _VERIFYING = "verifying what was read"
 _MUCH, _MUCH_BYTES = 2.0, GIB  # over-read that is warned of
+_UNLIMITED_BYTES = 1 << 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,15 +170,14 @@ def begin_requested(
         shards = ProcessShards(processes_per_host=processes_per_host(group, options))
         exchange = jax.process_index() in processes
         sourced = _SourcedLoad.of(catalog, request, tree, devices=True)
-        plan = functools.partial(_plan, sourced, storage, shards)
-        planned = plan(exchange=exchange)
-        if jax.process_count() > 1:
-            _log_cost(catalog.path, ReadPlan.joined(planned.plans).cost())
+        plan = functools.partial(_plan, storage=storage, shards=shards)
+        planned = plan(sourced, exchange=exchange)
         resources = on_error.pop_all()
 
     def read() -> Any:
         with resources, frozen_heap(), _explicit_transfer():
-            agreed = planned if _agree(sourced, planned, group) else plan(exchange=False)
+            agreed = planned if _agree(sourced, planned, group) else plan(sourced, exchange=False)
+            _log_cost(sourced, ReadPlan.joined(agreed.plans), plan)
             values, stats = _read(agreed, catalog, options, group)
             if isinstance(storage, VerifyingReader):
                 with group.together(_VERIFYING):
@@ -200,18 +201,6 @@ def telling_others(path: PathLike, request: LoadRequest) -> Iterator[None]:
             with load_group(path, processes, request.options) as group:
                 group.fail(error)
         raise
-
-
-def _log_cost(path: str, cost: Cost) -> None:
-    logging.info("Loading %s: %s", path, cost)
-    if cost.over_read > _MUCH and cost.read_bytes > _MUCH_BYTES:
-        logging.warning(
-            "Loading %s reads %.1f bytes for each that is needed, in gaps between rows of shards."
-            " Use ReadOptions(replicated='auto' or 'read_once'), split dimension 0, or store the"
-            " tensors in shards (layout 'sharded').",
-            path,
-            cost.over_read,
-        )
 
 
 def _verifying(catalog: Catalog) -> VerifyingReader:
@@ -294,6 +283,47 @@ def _plan(
     exchanged = exchange_cost([step.stage for step in steps], shards.process_index)
     plans[0] = dataclasses.replace(plans[0], exchange=exchanged)
     return _PlannedLoad(tree, leaves, steps, plans, reader)
+
+
+def _log_cost(sourced: _SourcedLoad, whole: ReadPlan, plan: Callable[..., _PlannedLoad]) -> None:
+    """Logs what a load is about to read, and how to read less where that is much."""
+    path = sourced.catalog.path
+    if logging.get_absl_logger().isEnabledFor(standard_logging.INFO):
+        logging.info("Loading %s: %s", path, "; ".join(whole.figures(whole.cost())))
+    much = max(_MUCH_BYTES, _MUCH * whole.needed_bytes)
+    if whole.most_read_bytes > much and whole.read_bytes > much:
+        logging.warning(
+            "Loading %s reads %.1f bytes for each that is needed. Fewer are read with: %s.",
+            path,
+            whole.read_bytes / whole.needed_bytes,
+            "; or ".join(_remedies(sourced, whole, plan)),
+        )
+
+
+def _remedies(
+    sourced: _SourcedLoad, whole: ReadPlan, plan: Callable[..., _PlannedLoad]
+) -> Iterator[str]:
+    """Yields what halves the bytes beyond those needed, by a plan with it."""
+    request, most_bytes = sourced.request, (whole.read_bytes + whole.needed_bytes) / 2
+
+    def helpful(**changes: Any) -> ReadPlan | None:
+        changed = request._replace(options=dataclasses.replace(request.options, **changes))
+        processes = changed.processes(sourced.tree, jax.process_count())
+        exchange = jax.process_index() in processes
+        planned = plan(sourced._replace(request=changed), exchange=exchange)
+        joined = ReadPlan.joined(planned.plans)
+        return joined if joined.read_bytes <= most_bytes else None
+
+    if not whole.adopt and (held := helpful(memory_budget_bytes=_UNLIMITED_BYTES)):
+        least = 1 << (held.most_held_bytes - 1).bit_length()
+        yield f"ReadOptions(memory_budget_bytes={least}), where rows are read again and again"
+    if request.options.replicated == "each" and helpful(replicated="auto"):
+        yield "ReadOptions(replicated='auto'), by which processes exchange rows"
+    split = [any(box.shape != leaf.shape for box in leaf.local.boxes) for leaf in whole.leaves]
+    by_tensor = zip(split, whole.by_tensor(), strict=True)
+    if sum(read for is_split, (*_, read) in by_tensor if is_split) > most_bytes:
+        yield "shardings that split outer dimensions of the tensors in the files"
+    yield "a checkpoint converted to what is loaded, with its mapping and mesh (format 'sharded')"
 
 
 def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> AbstractTree:

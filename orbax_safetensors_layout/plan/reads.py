@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from orbax_safetensors_layout.options import StorageProfile
@@ -32,7 +33,7 @@ class Batch(NamedTuple):
     max_gap_bytes: int  # the longest gap between regions that is read through
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class ReadPlan:
     """The reads of one process, and the leaves that they fill."""
 
@@ -43,10 +44,17 @@ class ReadPlan:
     adopt: bool  # whether the arrays keep the buffers they are made of, as on the CPU backend
     exchange: Cost = _NOTHING  # what an exchange with other processes adds
 
-    def groups(self) -> Iterator[RequestGroup]:
-        """Yields regions that are read together, in the order in which they are."""
+    def groups(self) -> Iterable[RequestGroup]:
+        """Return regions that are read together, in the order in which they are."""
+        return vars(self).get("_known_groups") or self._groups()
+
+    def _groups(self) -> Iterator[RequestGroup]:
         for batch in self.batches:
             yield from coalesced(*batch, self.profile, self._held_bytes, self.memory_budget_bytes)
+
+    @functools.cached_property
+    def _known_groups(self) -> tuple[RequestGroup, ...]:
+        return tuple(self._groups())
 
     def _held_bytes(self, region: ByteRegion) -> int:
         leaf = self.leaves[region.leaf]
@@ -64,6 +72,8 @@ class ReadPlan:
     @classmethod
     def joined(cls, plans: Sequence[ReadPlan]) -> ReadPlan:
         """Return plans that are run one after the other, as one."""
+        if len(plans) == 1:
+            return plans[0]
         leaves: list[LeafRead] = []
         in_turn: list[Batch] = []
         for plan in plans:
@@ -83,6 +93,23 @@ class ReadPlan:
     def needed_bytes(self) -> int:
         """Bytes that leaves need, without the gaps that are read through."""
         return sum(r.read.needed_bytes for batch in self.batches for r in batch.regions)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes requested from storage; the groups are kept for the reads."""
+        return sum(group.cost()[0] for group in self._known_groups)
+
+    @property
+    def most_read_bytes(self) -> int:
+        """A bound on them, which takes less time."""
+        regions = ((region, batch) for batch in self.batches for region in batch.regions)
+        return sum(region.read.storage_bytes + batch.max_gap_bytes for region, batch in regions)
+
+    @property
+    def most_held_bytes(self) -> int:
+        """Host bytes that regions hold which are read together, at most."""
+        held = (sum(map(self._held_bytes, group.regions)) for group in self.groups())
+        return max(held, default=0)
 
     def cost(self) -> Cost:
         """Return the cost of the plan for this process."""
@@ -155,15 +182,17 @@ class ReadPlan:
             (name, str(list(leaf.shape)), leaf.stored.code, f"{n:,}", f"{r:,}")
             for leaf, (name, n, r) in zip(self.leaves, self.by_tensor(), strict=True)
         ]
-        return "\n".join([text_table(rows, 3), str(cost), self._time_text(cost)])
+        return "\n".join([text_table(rows, 3), *self.figures(cost)])
 
-    def _time_text(self, cost: Cost) -> str:
+    def figures(self, cost: Cost) -> tuple[str, str]:
+        """Format the cost and the time of the plan."""
         rate, profile = self._rate(), self.profile
         text = (
             f"about {seconds_text(rate.seconds(cost))}: {seconds_text(profile.latency_seconds)}"
             f" a request, {profile.streams} at once, {size_text(rate.bytes_per_second)}/s a host"
         )
-        return f"{text}; exchange {rate.exchange_text()}" if cost.exchanged_bytes else text
+        exchange = f"; exchange {rate.exchange_text()}" * bool(cost.exchanged_bytes)
+        return str(cost), text + exchange
 
 
 def exchange_cost(stages: Sequence[Stage], process: int) -> Cost:

@@ -19,7 +19,8 @@ machine the checksums decide. They detect damage, not forgery: the folder is for
 
 All of these count, `usage` too; files of other names are left as they are. What `usage` says is
 believed where its checksum is right, and where it was written to this very file since the machine
-was booted; else all files are counted anew.
+was booted; else all files are counted anew. A link, a pipe or the like in the place of a file or a
+folder is removed as one that is damaged is: what is read, written or evicted has one name, in here.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ _OWN = re.compile(
 )
 _USAGE_BYTES = 128  # at most
 _LONGEST_LOCK_SECONDS = 5.0
-_START_ATTEMPTS = 10
+_ATTEMPTS = 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it may be a link or a pipe
 
 
 class CachedStorage(WrappedStorage):
@@ -121,7 +123,7 @@ class RangeCache:
         self._lock = threading.Lock()
         self._keeps = True
         self._asked: set[str] = set()  # keys
-        for attempts_left in reversed(range(_START_ATTEMPTS)):
+        for attempts_left in reversed(range(_ATTEMPTS)):
             try:
                 user = os.geteuid()
                 os.makedirs(folder.path, 0o700, exist_ok=True)
@@ -144,8 +146,9 @@ class RangeCache:
                     raise StorageError(
                         "cannot write to the cache folder",
                         file=folder.path,
-                        found=error.strerror or error,
-                        hint="Give `ReadOptions(cache=...)` a folder of yours on this host's disk.",
+                        found=str(error),
+                        hint="Give `ReadOptions(cache=...)` a folder of yours on this host's disk;"
+                        f" what is in the way in {self._root} may be removed.",
                     ) from error
 
     def read_into(
@@ -185,7 +188,7 @@ class RangeCache:
 
     def forget(self, content: str) -> bool:
         """Removes the ranges of a content; returns whether there were any."""
-        folder = os.path.join(self._root, _hash(content))
+        folder = self._folder(_hash(content))
         held = os.path.isdir(folder)
         shutil.rmtree(folder, ignore_errors=True)
         return held
@@ -205,26 +208,36 @@ class RangeCache:
             self.keep(f"note {name}", 0, [memoryview(data)])
 
     def _path(self, key: str, start: int, stop: int) -> str:
-        return os.path.join(self._root, key, str(start // _STRETCH_BYTES), f"{start}-{stop}")
+        return os.path.join(self._folder(key, start // _STRETCH_BYTES), f"{start}-{stop}")
+
+    def _folder(self, key: str, stretch: int | None = None) -> str:
+        """Return the folder of a key, or of a stretch; a link on the way there is removed."""
+        folder = self._root
+        for name in (key,) if stretch is None else (key, str(stretch)):
+            folder = os.path.join(folder, name)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.islink(folder):
+                    os.unlink(folder)
+        return folder
 
     def _find(self, key: str, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges of the entries that overlap a range, in their order."""
         names: list[str] = []
         for stretch in range(start // _STRETCH_BYTES, (stop - 1) // _STRETCH_BYTES + 1):
             with contextlib.suppress(OSError):
-                names += os.listdir(os.path.join(self._root, key, str(stretch)))
+                names += os.listdir(self._folder(key, stretch))
         entries = ((int(m[1]), int(m[2])) for m in map(_ENTRY.fullmatch, names) if m)
         fits = (entry for entry in entries if 0 < entry[1] - entry[0] <= _CUT_BYTES)
         return sorted(entry for entry in fits if entry[0] < stop and entry[1] > start)
 
     def _read(self, key: str, start: int, stop: int, before: int, parts: Sequence[Buffer]) -> bool:
         """Fills `parts` from byte `before` of an entry on, and checks all of it."""
-        path = self._path(key, start, stop)
         after = stop - start - before - sum(map(len, parts))
         end = memoryview(bytearray(_END.size))
         data = [memoryview(bytearray(before)), *parts, memoryview(bytearray(after))]
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe
+            path = self._path(key, start, stop)
+            fd = os.open(path, os.O_RDONLY | _AS_IT_IS)
             try:
                 size = stop - start + _END.size
                 status = os.fstat(fd)
@@ -241,7 +254,7 @@ class RangeCache:
 
     def _write(self, key: str, start: int, stop: int, parts: Sequence[Buffer]) -> None:
         path = self._path(key, start, stop)
-        if os.path.exists(path):
+        if os.path.exists(path) and not os.path.islink(path):
             return
         partial = self._create(stop - start + _END.size)
         if partial is None:
@@ -287,7 +300,7 @@ class RangeCache:
             fd, path = tempfile.mkstemp(".partial", dir=self._root)
             try:
                 os.ftruncate(fd, nbytes)
-                if not os.path.samestat(os.fstat(usage), os.stat(self._usage)):
+                if not os.path.samestat(os.fstat(usage), os.lstat(self._usage)):
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._usage)
             except BaseException:
                 os.close(fd)
@@ -298,7 +311,7 @@ class RangeCache:
     @contextlib.contextmanager
     def _locked_usage(self) -> Iterator[int | None]:
         """Yields the locked count of bytes; None where another process does not give it up."""
-        fd = os.open(self._usage, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = self._open_usage()
         deadline = time.monotonic() + _LONGEST_LOCK_SECONDS
         try:
             while True:
@@ -314,6 +327,23 @@ class RangeCache:
             fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may hold the file open
         finally:
             os.close(fd)
+
+    def _open_usage(self) -> int:
+        """Opens the count of bytes; what is not a file, or has another name too, is replaced."""
+        for _ in range(_ATTEMPTS):
+            try:
+                fd = os.open(self._usage, os.O_RDWR | os.O_CREAT | _AS_IT_IS, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+                    raise
+            else:
+                status = os.fstat(fd)
+                if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+                    return fd
+                os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._usage)
+        raise FileNotFoundError(errno.ENOENT, "No file stays one", self._usage)
 
     def _evict(self, size: int) -> int:
         """Removes the least recently used entries where `size` more bytes do not fit.

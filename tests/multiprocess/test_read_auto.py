@@ -38,9 +38,14 @@ def run(path, case, processes, **arguments):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_what_is_cheap_is_read_by_each_and_what_is_dear_once(path, processes):
     results, logged, warned = zip(*run(path, "choice", processes), strict=True)
-    assert logged == (6,) * processes
-    # Of four processes each reads the rows of all for "near columns".
-    assert warned == (processes == 4,) * processes
+    for lines, warnings in zip(logged, warned, strict=True):
+        assert len(lines) == 7
+        assert all("; about " in line for line in lines)
+        # Of four processes each reads the rows of all for "near columns", as that is faster.
+        assert len(warnings) == (2 if processes == 4 else 0)
+        for line, helps in zip(warnings, (False, True), strict=False):
+            assert ("ReadOptions(replicated='auto')" in line) == helps
+            assert "outer dimensions" in line
     read = {label: sum(result[label] for result in results) for label in results[0]}
     assert read["near replicated"] == processes * TOTAL
     assert read["near columns"] >= TOTAL
@@ -60,7 +65,8 @@ def test_processes_that_load_copies_at_other_paths_exchange_nothing(path, tmp_pa
     first, other = path, write(tmp_path, 0)
     if linked:
         first, other = (link(tmp_path / str(n) / "latest", p) for n, p in enumerate((path, other)))
-    for (*read, refused), warned in run(first, "places", 2, other=other):
+    for (*read, refused), warned, logged in run(first, "places", 2, other=other):
+        assert [line.count("exchanged") for line in logged] == [0, 0]  # none of what is refused
         assert read == [TOTAL, TOTAL // 2]
         assert len(warned) == 1
         assert f"process 0 has {Path(path).resolve()}, process 1 has " in warned[0], warned
@@ -69,7 +75,7 @@ def test_processes_that_load_copies_at_other_paths_exchange_nothing(path, tmp_pa
 
 def test_links_to_one_folder_are_one_path(path, tmp_path):
     results = run(path, "places", 2, other=link(tmp_path / "run" / "latest", path))
-    assert [sum(read) for read in zip(*(outcomes for outcomes, _ in results), strict=True)] == [
+    assert [sum(read) for read in zip(*(outcomes for outcomes, *_ in results), strict=True)] == [
         TOTAL,
         TOTAL,
         TOTAL,
@@ -79,7 +85,8 @@ def test_links_to_one_folder_are_one_path(path, tmp_path):
 @pytest.mark.parametrize("case", ["places", "hosts"])
 def test_processes_that_have_other_files_exchange_nothing(path, tmp_path, case):
     """As of hosts that disagree on the latest step of a run, or have two versions at one path."""
-    for outcomes, warned in run(path, case, 2, other=write(tmp_path, 1)):
+    for outcomes, warned, logged in run(path, case, 2, other=write(tmp_path, 1)):
+        assert len(logged) == 1
         assert outcomes[1] == TOTAL // 2
         assert warned == []
         for text in outcomes[::2]:
@@ -109,7 +116,7 @@ def test_hosts_that_have_two_saves_at_one_path_are_told(tmp_path, copied):
 
 def test_hosts_with_copies_at_one_path_exchange(path, tmp_path):
     results = run(path, "hosts", 2, other=write(tmp_path, 0))
-    assert [sum(read) for read in zip(*(outcomes for outcomes, _ in results), strict=True)] == [
+    assert [sum(read) for read in zip(*(outcomes for outcomes, *_ in results), strict=True)] == [
         TOTAL,
         TOTAL,
         TOTAL,

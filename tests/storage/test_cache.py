@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import shutil
+import stat
 import threading
 import time
 import uuid
@@ -598,6 +599,105 @@ def test_a_count_that_is_not_of_these_files(tmp_path, how, monkeypatch):
     for n in range(3):
         second.keep("g", n * MIB, [memoryview(bytearray(900_000))])
     assert MIB < kept_bytes(tmp_path) <= most
+
+
+@pytest.mark.parametrize("what", ["link", "dangling link", "hard link", "pipe", "socket"])
+def test_what_is_no_file_in_the_place_of_the_count_is_replaced(tmp_path, cache, what):
+    """As a file that is damaged is; another file that it leads to stays as it is."""
+    other = tmp_path / "other"
+    other.write_text("precious" * 40)
+    ranges = RangeCache(CacheFolder(str(cache), PLENTY))
+    usage = cache / "orbax_safetensors_layout.cache" / "usage"
+    data = memoryview(bytearray(64_000))
+    for begin in (lambda: ranges, lambda: RangeCache(CacheFolder(str(cache), PLENTY))):
+        usage.unlink()
+        if what == "hard link":
+            usage.hardlink_to(other)
+        elif what == "pipe":
+            os.mkfifo(usage)
+        elif what == "socket":
+            os.mknod(usage, stat.S_IFSOCK | 0o600)
+        else:
+            usage.symlink_to(tmp_path / "gone" if what == "dangling link" else other)
+        kept = begin()
+        content = f"{id(kept)}"
+        kept.keep(content, 0, [data])
+        assert kept.read_into(content, 0, [data]) == []
+        assert stat.S_ISREG(usage.lstat().st_mode)
+        assert usage.stat().st_nlink == 1
+    assert other.read_text() == "precious" * 40
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_count_that_gets_another_name_while_it_is_locked(tmp_path):
+    """As from a copy of the folder by hard links: the copy stays what it was."""
+    first, second = (RangeCache(CacheFolder(str(tmp_path), PLENTY)) for _ in range(2))
+    usage, copy = tmp_path / "orbax_safetensors_layout.cache" / "usage", tmp_path / "copy"
+    copy.hardlink_to(usage)
+    before, data = copy.read_bytes(), memoryview(bytearray(64_000))
+    for ranges in (first, second):
+        ranges.keep("content", 0, [data])
+        assert ranges.read_into("content", 0, [data]) == []
+    assert copy.read_bytes() == before
+    assert kept_bytes(tmp_path) == 4096 + -(-64_012 // 4096) * 4096
+
+
+def test_a_folder_in_the_place_of_the_count(web, cache, warnings_of):
+    usage = cache / "orbax_safetensors_layout.cache" / "usage"
+    usage.mkdir(parents=True)
+    cache.chmod(0o700)
+    usage.parent.chmod(0o700)
+    with pytest.raises(osl.StorageError, match="cannot write to the cache folder") as caught:
+        load(web, cache)
+    assert str(usage) in caught.value.found
+    assert "remove" in caught.value.hint
+    usage.rmdir()
+    ranges = RangeCache(CacheFolder(str(cache), PLENTY))
+    usage.unlink()
+    usage.mkdir()  # while it is in use
+    for n in range(2):
+        ranges.keep("content", n, [memoryview(bytearray(1))])
+    assert entries(cache) == []
+    assert len(warnings_of) == 1
+    assert str(usage) in warnings_of[0]
+
+
+@pytest.mark.parametrize("part", ["key", "stretch", "entry"])
+def test_nothing_is_reached_through_links_in_the_cache(tmp_path, part):
+    """A link is removed as what is damaged is; what it leads to is not of the cache."""
+    cache, data = tmp_path / "cache", memoryview(bytearray(b"x" * MIB))
+    RangeCache(CacheFolder(str(cache), PLENTY)).keep("content", 0, [data])
+    (entry,) = entries(cache)
+    linked = {"key": entry.parents[1], "stretch": entry.parent, "entry": entry}[part]
+    outside = tmp_path / "outside"
+    linked.rename(outside)
+
+    def state():
+        paths = sorted([outside, *outside.rglob("*")])
+        return [(path, path.stat().st_mtime_ns) for path in paths]
+
+    for path in [outside, *outside.rglob("*")]:
+        os.utime(path, (0, 0))
+    before = state()
+    for use in (
+        lambda ranges: ranges.read_into("content", 0, [data]),
+        lambda ranges: ranges.keep("content", 0, [data]),
+        lambda ranges: ranges.keep("content", MIB, [data]),
+        lambda ranges: ranges.forget("content"),
+        lambda ranges: ranges._evict(PLENTY),
+    ):
+        shutil.rmtree(linked, ignore_errors=True)
+        linked.unlink(missing_ok=True)
+        linked.parent.mkdir(parents=True, exist_ok=True)
+        linked.symlink_to(outside)
+        ranges = RangeCache(CacheFolder(str(cache), PLENTY))
+        use(ranges)
+        assert state() == before
+        assert ranges.read_into("content", 0, [data]) in ([], [(0, MIB)])
+        ranges.keep("content", 0, [data])
+        assert ranges.read_into("content", 0, [data]) == []
+        assert not linked.is_symlink()
+        assert state() == before
 
 
 def test_a_bound_below_one_block_keeps_nothing(web, cache):
