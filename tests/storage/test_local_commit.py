@@ -95,10 +95,13 @@ def test_what_is_not_replaced_stays(tmp_path):
 
 @pytest.mark.usefixtures("way")
 def test_names_in_the_new_folder_are_replaced(tmp_path):
+    """Of a folder that both have, file by file."""
     old = make(tmp_path / "checkpoint", config="old", readme="r")
     make(old / "sub", file="old", more="old")
     new = make(tmp_path / "new", config="new")
     make(new / "sub", file="new")
+    (new / "other").write_text("new")
+    make(old / "other", kept="gone with the folder that a file replaces")
     put(new, old)
     assert tree(tmp_path) == {
         "checkpoint": "folder",
@@ -106,6 +109,8 @@ def test_names_in_the_new_folder_are_replaced(tmp_path):
         "checkpoint/readme": "r",
         "checkpoint/sub": "folder",
         "checkpoint/sub/file": "new",
+        "checkpoint/sub/more": "old",
+        "checkpoint/other": "new",
     }
 
 
