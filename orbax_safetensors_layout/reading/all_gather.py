@@ -2,16 +2,20 @@
 
 A program moves bits, as unsigned integers; XLA sees no float that it might canonicalise. There are
 at most two programs for the large leaves of one box shape, dtype and grid of devices, and one for
-all the small leaves of a grid.
+all the small leaves of a grid. A call of a program may return at once, or when all processes have
+made theirs; a thread makes it, which nobody need wait for.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -20,15 +24,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors_layout.errors import PeerError
 from orbax_safetensors_layout.plan import RoundForm
-from orbax_safetensors_layout.runtime import ProcessGroup, allocate
+from orbax_safetensors_layout.runtime import DaemonThread, ProcessGroup, allocate
 from orbax_safetensors_layout.sharding import ReplicaGrid
 
 _BOX, _LANE, _PART, _CUT = "box", "lane", "part", "cut"
 _PAUSE_SECONDS = 0.001
 _GRACE_SECONDS = 1.0
+_EXIT_SECONDS = 5.0
+
+Gather: TypeAlias = Future[tuple[Any, ...]]
+"""What the call of a gather returns: arrays whose values may still be on their way."""
+
 # Of gathers that this process began before it failed. Others may not have begun them, and one would
 # then answer with the next gather of something else.
-_unfinished: list[Sequence[jax.Array]] = []
+_unfinished: list[Gather] = []
+_threads: weakref.WeakSet[DaemonThread] = weakref.WeakSet()
 
 
 class SendBuffer:
@@ -62,8 +72,11 @@ class SendBuffer:
             slot = self._values[row, column] = memory.view(self._bits).reshape(shape)
         return slot
 
-    def gather(self, process: int) -> tuple[jax.Array, ...]:
-        """Returns an array for each lane, or one of the bytes of all if they go to the host."""
+    def gather(self, process: int) -> Callable[[], tuple[jax.Array, ...]]:
+        """Puts the values on the devices; returns the call that gathers an array for each lane.
+
+        Or one of the bytes of all lanes if they go to the host.
+        """
         form = self._form
         shards = [
             jax.device_put(self._slot(row, column), form.grid.devices[row][column])
@@ -72,9 +85,13 @@ class SendBuffer:
         self._values.clear()
         pieces = _pieces_of(form)
         given = jax.make_array_from_single_device_arrays(pieces.shape, pieces.sharding, shards)
-        with _program_of(form) as program:
-            gathered: tuple[jax.Array, ...] = program(given)
-        return gathered
+        return functools.partial(_gathered, form, given)
+
+
+def _gathered(form: RoundForm, given: jax.Array) -> tuple[jax.Array, ...]:
+    with _program_of(form) as program:
+        gathered: tuple[jax.Array, ...] = program(given)
+    return gathered
 
 
 def compile_gather(form: RoundForm) -> None:
@@ -179,55 +196,101 @@ def values_on_all(value: jax.Array, group: ProcessGroup, doing: str) -> np.ndarr
     Raises:
         PeerError: Another process failed, or did not come.
     """
-    sharding = value.sharding
-    with gathering():
-        if not isinstance(sharding, NamedSharding):  # JAX alone knows the order of its devices
-            return np.asarray(multihost_utils.process_allgather(value, tiled=True))
-        nowhere_split: PartitionSpec = PartitionSpec()  # type: ignore[no-untyped-call]
-        kind = sharding.memory_kind
-        replicated = NamedSharding(sharding.mesh, nowhere_split, memory_kind=kind)
-        whole = jax.jit(_same, out_shardings=replicated)(value)
+    if not await_unfinished():
+        raise PeerError(
+            "gathers that this process began before did not end",
+            hint="Restart the program: they failed, or others did not begin them.",
+        )
+    thread = gather_thread()
+    gather = thread.submit(functools.partial(_whole, value))
+    thread.end()
     try:
-        await_gathered((whole,), group, doing)
+        (whole,) = await_gathered(gather, group, doing)
     except BaseException:
-        leave_unfinished([(whole,)])
+        leave_unfinished([gather])
         raise
-    return np.asarray(whole.addressable_data(0))
+    return np.asarray(whole)
+
+
+def _whole(value: jax.Array) -> tuple[jax.Array, ...]:
+    sharding = value.sharding
+    if not isinstance(sharding, NamedSharding):  # JAX alone knows the order of its devices
+        return (multihost_utils.process_allgather(value, tiled=True),)
+    nowhere_split: PartitionSpec = PartitionSpec()  # type: ignore[no-untyped-call]
+    kind = sharding.memory_kind
+    replicated = NamedSharding(sharding.mesh, nowhere_split, memory_kind=kind)
+    whole: jax.Array = jax.jit(_same, out_shardings=replicated)(value)
+    return (whole.addressable_data(0),)
 
 
 def _same(value: jax.Array) -> jax.Array:
     return value
 
 
-def await_gathered(arrays: Sequence[jax.Array], group: ProcessGroup, doing: str) -> None:
+def gather_thread() -> DaemonThread:
+    """Return a thread that begins gathers in turn."""
+    thread = DaemonThread("safetensors_gather")
+    _threads.add(thread)
+    return thread
+
+
+@atexit.register
+def _stop_threads() -> None:
+    """Has calls that were given up return: one that did so after Python has ended would abort.
+
+    Some wait for other processes in the store of `jax.distributed`, until that is shut down.
+    """
+    threads = [*_threads]
+    if not all(thread.stop(_GRACE_SECONDS) for thread in threads):
+        with contextlib.suppress(Exception):  # JAX tries again
+            jax.distributed.shutdown()  # type: ignore[no-untyped-call]
+        for thread in threads:
+            thread.stop(_EXIT_SECONDS)
+
+
+def await_gathered(gather: Gather, group: ProcessGroup, doing: str) -> tuple[jax.Array, ...]:
     """Waits for what is gathered, while no other process fails, and no longer than a group does."""
     deadline = time.monotonic() + group.timeout_seconds
     with gathering():
-        while not _are_ready(arrays):
+        while not _has_ended(gather):
             group.check(doing)
             if time.monotonic() > deadline:
                 raise group.overdue("what other processes have did not come")
-            time.sleep(_PAUSE_SECONDS)
-        for array in arrays:
-            array.block_until_ready()
+            if gather.done():
+                time.sleep(_PAUSE_SECONDS)
+            else:
+                wait([gather], _PAUSE_SECONDS)
+        arrays: tuple[jax.Array, ...] = jax.block_until_ready(  # type: ignore[no-untyped-call]
+            gather.result()
+        )
+        return arrays
 
 
-def leave_unfinished(gathers: Iterable[Sequence[jax.Array]]) -> None:
-    """Notes gathers that a failure ends the wait for."""
-    _unfinished.extend(arrays[:1] for arrays in gathers)
+def leave_unfinished(gathers: Iterable[Gather]) -> None:
+    """Notes gathers that a failure ends the wait for; holds one array of each."""
+    for gather in gathers:
+        first: Gather = Future()
+        _unfinished.append(first)
+        gather.add_done_callback(functools.partial(_keep_first, first))
+
+
+def _keep_first(first: Gather, gather: Gather) -> None:
+    if gather.exception() is None:  # nothing tells whether one that fails began
+        first.set_result(gather.result()[:1])
 
 
 def await_unfinished() -> bool:
     """Gives gathers that failed some time to end; returns whether they have."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while _unfinished and time.monotonic() < deadline:
-        _unfinished[:] = [arrays for arrays in _unfinished if not _are_ready(arrays)]
+        _unfinished[:] = [gather for gather in _unfinished if not _has_ended(gather)]
         time.sleep(_PAUSE_SECONDS)
     return not _unfinished
 
 
-def _are_ready(arrays: Sequence[Any]) -> bool:
-    return bool(arrays) and all(array.is_ready() for array in arrays)
+def _has_ended(gather: Gather) -> bool:
+    """Whether all values are there; raises what the call of a gather did."""
+    return gather.done() and all(isinstance(a, np.ndarray) or a.is_ready() for a in gather.result())
 
 
 @contextlib.contextmanager

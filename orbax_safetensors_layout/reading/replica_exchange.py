@@ -47,10 +47,12 @@ from orbax_safetensors_layout.storage import LocalStorage
 
 from ._jax import DistributedStore
 from .all_gather import (
+    Gather,
     SendBuffer,
     await_gathered,
     await_unfinished,
     compile_gather,
+    gather_thread,
     gathering,
     leave_unfinished,
     on_host,
@@ -332,8 +334,8 @@ def fingerprint_of(
 class ReplicaExchange:
     """Values of replicas on their way from the process that read them to all that need them.
 
-    A step takes what this process reads; the next gathers it, on the calling thread, as planned.
-    The programs for that are compiled from the start, on a thread.
+    A step takes what this process reads; the next gathers it, as planned, in turn on a thread. The
+    programs for that are compiled from the start, on another.
     """
 
     def __init__(
@@ -356,9 +358,8 @@ class ReplicaExchange:
         self._own = 0  # number of the first of them, which are not sent
         self._rounds: list[tuple[Round, SendBuffer]] = []
         self._fragments: dict[int, tuple[SendBuffer, list[Fragment]]] = {}
-        self._in_flight: collections.deque[tuple[Round, tuple[jax.Array, ...]]] = (
-            collections.deque()
-        )
+        self._in_flight: collections.deque[tuple[Round, Gather]] = collections.deque()
+        self._thread = gather_thread()
 
     def __enter__(self) -> Self:
         for number, form in self._forms.items():
@@ -366,7 +367,8 @@ class ReplicaExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
-        leave_unfinished(arrays for _, arrays in self._in_flight)
+        leave_unfinished(gather for _, gather in self._in_flight)
+        self._thread.end()
         self._compiler.shutdown(cancel_futures=True)
 
     def begin(self, step: ExchangeStep) -> None:
@@ -391,9 +393,10 @@ class ReplicaExchange:
             except PeerError as error:  # others may wait in gathers that they have begun
                 failure = error
             with gathering():
-                self._in_flight.append((round_, ()))  # nothing tells whether one that fails began
+                self._in_flight.append((round_, Future()))  # one that fails here never ends
                 self._compiled[id(round_.form)].result()
-                self._in_flight[-1] = round_, buffer.gather(self._process)
+                gather = self._thread.submit(buffer.gather(self._process))
+                self._in_flight[-1] = round_, gather
         if failure is not None:
             raise failure
         self._rounds = []
@@ -417,8 +420,8 @@ class ReplicaExchange:
             self._land()
 
     def _land(self) -> None:
-        round_, gathered = self._in_flight[0]
-        await_gathered(gathered, self._group, LOADING)
+        round_, gather = self._in_flight[0]
+        gathered = await_gathered(gather, self._group, LOADING)
         self._in_flight.popleft()
         is_direct = round_.form.is_direct
         rows = {} if is_direct else on_host(round_.form, gathered, self._process)

@@ -16,7 +16,7 @@ from .memory import (
 )
 from .process_group import Fingerprint, ProcessGroup
 from .progress import ProgressReport, progress_callback
-from .tasks import Then, Workers
+from .tasks import DaemonThread, Then, Workers
 from .text import (
     count_text,
     number_text,

@@ -1,17 +1,22 @@
-"""Worker threads: work on a pool, what follows from it on the calling thread, one first failure."""
+"""Worker threads: work on a pool, what follows from it on the calling thread, one first failure.
+
+Also a thread for calls that may never return.
+"""
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Self, TypeAlias, TypeVarTuple
+from typing import Self, TypeAlias, TypeVar, TypeVarTuple
 
 from .cancellation import interrupt_when_cancelled
 
 _CHECK_SECONDS = 1.0
 
+T = TypeVar("T")
 Args = TypeVarTuple("Args")
 Then: TypeAlias = Callable[[], None] | None  # what follows from a task, on the calling thread
 
@@ -122,3 +127,53 @@ class Workers:
                 self._error = error
         self._interrupt()
         self._finished.put(None)
+
+
+class DaemonThread:
+    """A thread that makes calls in turn; unlike a pool's it is not waited for at a program's end.
+
+    It begins with the first call.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        if self._thread.ident is None:
+            self._thread.start()
+        done: Future[T] = Future()
+        self._calls.put(functools.partial(_complete, done, call))
+        return done
+
+    def end(self) -> None:
+        """Ends the thread when it has made all calls; waits for none."""
+        self._calls.put(None)
+
+    def stop(self, seconds: float) -> bool:
+        """Makes no more calls; returns whether the one that is being made returns in time."""
+        self._is_stopped = True
+        self.end()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._make_next_call():  # of which nothing is held while it waits
+            pass
+
+    def _make_next_call(self) -> bool:
+        call = self._calls.get()
+        if call is None or self._is_stopped:
+            return False
+        call()
+        return True
+
+
+def _complete(done: Future[T], call: Callable[[], T]) -> None:
+    try:
+        done.set_result(call())
+    except BaseException as error:
+        done.set_exception(error)
+        del done, call  # which the error's traceback holds

@@ -9,13 +9,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import TypeVar
 
 from absl import logging
 
 from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError, redact
 from orbax_safetensors_layout.options import RetryPolicy
+from orbax_safetensors_layout.runtime import DaemonThread
 
 T = TypeVar("T")
 
@@ -122,16 +123,9 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
     For clients that bound the time of each read but not of a request.
     """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    # Not of a pool: those are waited for at the end of a program.
-    threading.Thread(target=run, name="safetensors-request", daemon=True).start()
+    thread = DaemonThread("safetensors-request")
+    done = thread.submit(call)
+    thread.end()
     if not wait([done], seconds).done:
         raise TimeoutError(f"no complete answer in {seconds:g} s")
     return done.result()

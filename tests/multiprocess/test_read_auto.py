@@ -30,9 +30,9 @@ def path(tmp_path_factory):
     return write(tmp_path_factory.mktemp("auto"), 0)
 
 
-def run(path, case, processes, **arguments):
+def run(path, case, processes, devices=2, **arguments):
     options = {"path": path, "case": case, **arguments}
-    return run_processes("read_auto.py", processes=processes, devices=2, **options)
+    return run_processes("read_auto.py", processes=processes, devices=devices, **options)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -185,9 +185,10 @@ def test_processes_without_devices_of_the_tree_take_no_part(path):
     assert results[0] + results[2] == TOTAL
 
 
-def test_after_a_gather_that_not_all_began_nothing_is_exchanged(path):
+@pytest.mark.parametrize("devices", [1, 2])  # with one the CPU backend waits for the others itself
+def test_after_a_gather_that_not_all_began_nothing_is_exchanged(path, devices):
     """Its values could be taken for those of the next load."""
-    (first, warned), (other, _) = run(path, "gather fails", 2)
+    (first, warned), (other, _) = run(path, "gather fails", 2, devices)
     assert (
         "PeerError: process 1 failed while loading tensors: MemoryError: no memory" in first[0][0]
     )
@@ -196,6 +197,7 @@ def test_after_a_gather_that_not_all_began_nothing_is_exchanged(path):
     for text, _ in (first[2], other[2]):
         assert "PeerError: processes cannot exchange what they read: process 0 has " in text
         assert "gathers that did not end" in text
+    assert first[0][1] < 10
     assert max(seconds for outcomes in (first, other) for _, seconds in outcomes[::2]) < 20
 
 
@@ -213,12 +215,22 @@ def test_a_load_that_waits_for_others_is_cancelled_at_once(path):
     assert seconds < 1
 
 
-def test_a_gather_that_another_does_not_begin_ends_in_time(path):
-    (first, _), (other, _) = run(path, "gather hangs", 2)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_gather_that_another_does_not_begin_ends_in_time(path, devices):
+    (first, _), (other, _) = run(path, "gather hangs", 2, devices)
     text, seconds = first[0]
     assert "PeerError: processes [1] did not finish loading tensors within 2 s" in text
     assert seconds < 4.5
     assert "process 0 failed while loading tensors: PeerError: processes [1]" in other[0][0]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_values_that_do_not_come_are_an_error_in_time(devices):
+    (first, *_), _ = results = run_processes("values_on_all_late.py", processes=2, devices=devices)
+    text, seconds = first
+    assert "what other processes have did not come within 2 s" in text
+    assert seconds < 4
+    assert [again for _, again in results] == [None, None]
 
 
 @pytest.mark.slow

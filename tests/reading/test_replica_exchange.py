@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
+from concurrent.futures import Future
 from unittest import mock
 
 import jax
@@ -84,19 +84,38 @@ def test_any_expression_under_any_sharding(tmp_path_factory, budget, data):
     assert_same_bits(np.asarray(loaded), value)
 
 
-def test_a_gather_without_end_is_an_error_in_time_and_remembered(monkeypatch):
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_gather_without_end_is_an_error_in_time_and_remembered(monkeypatch, returns):
     monkeypatch.setattr(all_gather, "_unfinished", [])
+    monkeypatch.setattr(all_gather, "_GRACE_SECONDS", 0.1)
     group = ProcessGroup("load", 0, 1, None, 0.1)
-    gathered = (SimpleNamespace(is_ready=lambda: False),) * 2
+    array = mock.Mock(is_ready=lambda: False)
+    gather = Future()
+    if returns:
+        gather.set_result((array, array))
     exchange = ReplicaExchange([], None, group)
-    exchange._in_flight.append((None, gathered))
+    exchange._in_flight.append((None, gather))
     with pytest.raises(osl.PeerError, match=r"others? .* did not come within 0\.1 s"), exchange:
         exchange.finish()
-    assert all_gather._unfinished == [gathered[:1]]
+    assert not all_gather.await_unfinished()
+    array.is_ready = lambda: True
+    assert all_gather.await_unfinished() == returns
+    if not returns:
+        gather.set_result((array, array))
+    assert all_gather.await_unfinished()
+
+
+def test_nobody_knows_whether_a_gather_that_failed_began(monkeypatch):
+    monkeypatch.setattr(all_gather, "_unfinished", [])
+    monkeypatch.setattr(all_gather, "_GRACE_SECONDS", 0.1)
+    gather = Future()
+    gather.set_exception(MemoryError())
+    all_gather.leave_unfinished([gather])
+    assert not all_gather.await_unfinished()
 
 
 def test_programs_are_compiled_beside_the_reads(tmp_path):
-    """By a thread of the load; the gathers of the calling thread find them in JAX's cache."""
+    """By a thread of the load; the gathers of another find them in JAX's cache."""
     path = save(tmp_path, {"t": random_tensor((2048, 512), np.float32, 0)})
     leaf = jax.ShapeDtypeStruct((2048, 512), np.float32, sharding=NamedSharding(mesh_of(a=8), P()))
     threads = []
