@@ -356,8 +356,8 @@ class WriteOptions(_CheckedOptions):
         model: The folder of the model (or its URL: `hf://org/name`) whose `config.json`, tokenizer
             and the like are put beside the files, so that `transformers` opens them: as they are,
             but for the dtype, the vocabulary and the quantisation, which are those of what is
-            written. Or the bytes of such files by name. A handler or layout that is made with them
-            reads them at once, any other save when it writes.
+            written. Or the bytes of such files by name. A handler, layout or `using` block reads
+            them when it begins, `save` when it writes.
         code: With `model`, the modules of a model that has its own (`*.py`) come along, too.
         card: Writes a model card, `README.md`: a dict, or a function that returns one for each
             save, of `base_model` and other fields of the hub's metadata, and of `step` and

@@ -188,10 +188,11 @@ class PreparedSave:
     def sidecar_files(self, target: PathLike) -> dict[str, bytes]:
         """Returns the side files of `WriteOptions`, as what is written makes them."""
         model, quantize = self.options.model, self.options.quantize
-        files = {**self.card}
+        files: dict[str, bytes] = {}
         if model is not None:
             own = model_files(model, code=self.options.code)
-            files |= described_files(own, self._tensors())
+            files = described_files(own, self._tensors())
+        files |= self.card
         if quantize is None or self.mapped is None:
             return files
         configured = functools.partial(quantize.configured, weights=self.mapped.plain)

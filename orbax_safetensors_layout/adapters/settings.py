@@ -14,17 +14,24 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions, require
+from orbax_safetensors_layout.writing import with_model_files
 
 from . import _orbax
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a `using` block, or of a handler or layout; None leaves one open."""
+    """Settings of a `using` block, or of a handler or layout; None leaves one open.
+
+    The files of `WriteOptions.model` are read at once, so that no later save can fail to.
+    """
 
     read: ReadOptions | None = None
     write: WriteOptions | None = None
     mapping: LeafMapping | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "write", with_model_files(self.write))
 
     def over(self, other: Self) -> Self:
         """Return these settings, with the other's where these are None."""

@@ -15,7 +15,6 @@ from orbax.checkpoint import future
 
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
-from orbax_safetensors_layout.writing import with_model_files
 
 from . import _orbax, settings
 from .folder_creation import folders_being_made
@@ -60,7 +59,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         read: ReadOptions | None = None,
         write: WriteOptions | None = None,
     ) -> None:
-        self.own = Settings(read=read, write=with_model_files(write), mapping=mapping)
+        self.own = Settings(read=read, write=write, mapping=mapping)
         self.used_items: set[tuple[str, str]] = set()
 
     @classmethod

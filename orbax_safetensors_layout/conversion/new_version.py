@@ -92,8 +92,8 @@ def publish(
     _check_arguments(whole_every, options)
     with frozen_heap(), save_group(folder, options, "publish") as group:
         storage, path = open_storage(folder, retries=options.retries)
-        with storage, _alone():
-            versions = PublishedVersions(storage, path, base, retries=options.retries)
+        published = PublishedVersions(storage, path, base, retries=options.retries)
+        with storage, _alone(), published as versions:
             before = versions.agreed(group)
             if group.is_leader and isinstance(storage, LocalStorage):
                 finish_interrupted(os.path.realpath(versions.path(before)))
@@ -109,16 +109,14 @@ def publish(
                 whole.commit(target, group=group, overwrite=False, sidecar_files=sidecar_files)
                 return number
             group.barrier("agreeing on what is published", agree=prepared.fingerprint())
-            chain = versions.chain(before)
+            with group.together("looking at the version before"):
+                chain = versions.chain(before)
+            group.barrier("agreeing on the version before", agree=chain.fingerprint())
             catalog = versions.catalog(chain)
-            try:
-                tensors = _tensors(prepared, catalog)
-                check_shared(prepared.values.named())
-                values = _values(tree, mapping, prepared)
-                _publish_differences(versions, chain, catalog, tensors, values, group, options)
-            finally:
-                if not chain.whole:
-                    catalog.close()
+            tensors = _tensors(prepared, catalog)
+            check_shared(prepared.values.named())
+            values = _values(tree, mapping, prepared)
+            _publish_differences(versions, chain, catalog, tensors, values, group, options)
     return number
 
 

@@ -18,6 +18,7 @@ from orbax_safetensors_layout.errors import (
     InvalidArgumentError,
     PeerError,
     SafetensorsLayoutError,
+    listed,
 )
 from orbax_safetensors_layout.format import (
     MAIN_INDEX,
@@ -39,7 +40,7 @@ from orbax_safetensors_layout.options import (
     require,
 )
 from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
-from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, Workers
+from orbax_safetensors_layout.runtime import ProcessGroup, Workers
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.storage import (
     FileWriter,
@@ -61,7 +62,7 @@ from orbax_safetensors_layout.writing import (
 from .updated_arrays import updated
 from .versions import PublishedVersions, VersionChain, check_whole, versioned
 
-_IDENTITY = "pulled"  # in the metadata of the index of a folder that was pulled
+_IDENTITY, _SIDECAR_FILES = "pulled", "pulled_files"  # in the index of a folder that was pulled
 _BLOCK_BYTES = 8 * MIB
 _THREADS = 4
 
@@ -126,34 +127,32 @@ def pull(
     )
     access: Any = {"retries": options.retries, "cache": options.cache_folder}
     storage, path = open_storage(folder, **access)
-    with storage:
-        versions = PublishedVersions(storage, path, base, **access)
+    with storage, PublishedVersions(storage, path, base, **access) as versions:
         is_folder = isinstance(into, str | os.PathLike)
         held = into if isinstance(into, Pulled) else None
         if held is not None and held.tree is None:
             raise InvalidArgumentError("That version was pulled into a folder: give the folder.")
         if is_folder and mapping is not None:
             raise InvalidArgumentError("A folder gets tensors as they are: leave out mapping.")
-        chain: VersionChain | None = None
         if is_folder:
-            chain = _chain(versions, version)
-            _pull_folder(versions, chain, os.fspath(into))
-            return Pulled(chain.number, identity=chain.identity)
+            return _pull_folder(versions, version, os.fspath(into))
+        chain: VersionChain | None = None
         if version is None or held is not None:
             with save_group(folder, options, "pull") as group:
-                number = versions.agreed(group) if version is None else version
+                version = versions.agreed(group) if version is None else version
                 with group.together("looking at the version"):
-                    chain = _chain(versions, number)
+                    known = held and (held.version, held.identity)
+                    chain = versions.chain(_number(versions, version), known)
                 if held is not None:
                     new = _updated(held, chain, mapping, group=group, donate=donate)
                     if new is not None:
                         return new
-                    into = held.tree
+                    into, chain = held.tree, None
 
         def open_version() -> Catalog:
             nonlocal chain
             if chain is None:
-                chain = _chain(versions, version)
+                chain = versions.chain(_number(versions, version))
             return versions.catalog(chain)
 
         tree = load_requested(path, LoadRequest(into, mapping, None, options), open_version)
@@ -169,8 +168,8 @@ def _form(tree: Any, mapping: Mapping | None) -> str:
     return hashlib.sha256(repr((made_of, names)).encode()).hexdigest()
 
 
-def _chain(versions: PublishedVersions, version: int | None) -> VersionChain:
-    """Return what a version, or the newest, is made of."""
+def _number(versions: PublishedVersions, version: int | None) -> int:
+    """Return the number of a version, or of the newest, which is there."""
     number = versions.newest(version)
     if not number and not versions.has_base:
         raise CheckpointNotFoundError(
@@ -178,7 +177,7 @@ def _chain(versions: PublishedVersions, version: int | None) -> VersionChain:
             file=versions.folder,
             hint="Wait for one, or give base=.",
         )
-    return versions.chain(number)
+    return number
 
 
 def _updated(
@@ -197,7 +196,9 @@ def _updated(
         logging.warning(text, chain.number)
     has = "nothing" if differences is None else f"version {held.version}"
     try:
-        group.barrier("agreeing on the differences", agree=Fingerprint(has, has, ""))
+        agreed = chain.fingerprint()
+        agreed = agreed._replace(digest=f"{has} {agreed.digest}", description=has)
+        group.barrier("agreeing on the differences", agree=agreed)
         if differences is None:
             return None
         if not differences:
@@ -211,7 +212,7 @@ def _updated(
     return Pulled(chain.number, tree, chain.identity, held.form)
 
 
-def _pull_folder(versions: PublishedVersions, chain: VersionChain, into: str) -> None:
+def _pull_folder(versions: PublishedVersions, version: int | None, into: str) -> Pulled:
     """Brings a local folder to a version: from the one that it has, or else from a whole one."""
     folder = local_path(into)
     if folder is None:
@@ -222,31 +223,43 @@ def _pull_folder(versions: PublishedVersions, chain: VersionChain, into: str) ->
         place = os.path.relpath(folder, os.path.realpath(versions.folder)).split(os.sep)[0]
         if place == "." or folder_version(place) is not None:
             raise InvalidArgumentError(f"{into!r} is where versions are: give another folder.")
-    held, identity = _held_version(folder)
-    differences = None if held is None else chain.since(held, identity)
-    if differences is not None:
+    if versions.is_base(folder):
+        raise InvalidArgumentError(f"{into!r} is the model itself: give another folder.")
+    held = _held_version(folder)
+    known = held and (held.number, held.identity)
+    number = _number(versions, version)
+    chain = versions.chain(number, known)
+    pulled = Pulled(number, identity=chain.identity)
+    differences = None if held is None else chain.since(held.number, held.identity)
+    if held is not None and differences is not None:
         try:
             with LocalStorage() as storage, Catalog.open(folder, storage=storage) as own:
-                version = versioned(own, differences)
-                if version.all_entries() and not differences:  # whose files are there, and as long
-                    return
-                _write_version(version, chain, folder)
-                return
+                missing = {*held.sidecar_files} - storage.existing(own.path, held.sidecar_files)
+                if missing:
+                    problem = f"it lacks {listed(sorted(missing))}"
+                    raise CheckpointNotFoundError(problem, file=folder)
+                catalog = versioned(own, differences)
+                catalog.all_entries()  # of files that are there, and as long as they should be
+                if differences:
+                    _write_version(catalog, chain, folder, overwrite=True)
+            return pulled
         except (FormatError, CheckpointNotFoundError) as error:
-            logging.warning("%s is pulled anew, from version %d: %s", folder, chain.whole, error)
-    catalog = versions.catalog(chain)
-    try:
-        _write_version(catalog, chain, folder)
-    finally:
-        if not chain.whole:
-            catalog.close()
+            logging.warning("%s is pulled anew: %s", folder, error)
+        chain = versions.chain(number)
+    _write_version(versions.catalog(chain), chain, folder, overwrite=held is not None)
+    return pulled
 
 
-def _held_version(folder: str) -> tuple[int | None, str]:
-    """Return number and identity of the version that was pulled into a local folder.
+class _Held(NamedTuple):
+    """The version that a folder says was pulled into it."""
 
-    The number is None if it has none, and no other checkpoint.
-    """
+    number: int
+    identity: str
+    sidecar_files: tuple[str, ...]
+
+
+def _held_version(folder: str) -> _Held | None:
+    """Return the version that was pulled into a local folder; None if it has no checkpoint."""
     with LocalStorage() as storage:
         if storage.is_file(file := join(folder, MAIN_INDEX)):
             try:
@@ -254,11 +267,13 @@ def _held_version(folder: str) -> tuple[int | None, str]:
             except FormatError as error:
                 raise _foreign(folder, str(error)) from error
             number = parse_version(index.metadata.get("version"))
-            if number is not None and _IDENTITY in index.metadata:
-                return number, str(index.metadata[_IDENTITY])
+            names = index.metadata.get(_SIDECAR_FILES, ())
+            if number is not None and _IDENTITY in index.metadata and isinstance(names, list):
+                identity = str(index.metadata[_IDENTITY])
+                return _Held(number, identity, tuple(map(str, names)))
         if is_safetensors_checkpoint(folder, storage=storage):
             raise _foreign(folder, "another checkpoint")
-    return None, ""
+    return None
 
 
 def _foreign(folder: str, found: str) -> SafetensorsLayoutError:
@@ -267,12 +282,13 @@ def _foreign(folder: str, found: str) -> SafetensorsLayoutError:
         file=folder,
         expected="a version, or no checkpoint",
         found=found,
-        hint="Give another folder; that of a model is what base= takes.",
+        hint="Give another folder, or remove this one if nothing else needs it; that of a model is"
+        " what base= takes.",
     )
 
 
-def _write_version(catalog: Catalog, chain: VersionChain, folder: str) -> None:
-    """Writes a version's files into a local folder, in place of an earlier one."""
+def _write_version(catalog: Catalog, chain: VersionChain, folder: str, *, overwrite: bool) -> None:
+    """Writes a version's files into a local folder, with `overwrite` in place of an earlier one."""
     check_whole(catalog)
     root = os.path.dirname(catalog.path) if catalog.files == (catalog.path,) else catalog.path
     names = {file: file.removeprefix(f"{root.rstrip('/')}/") for file in catalog.files}
@@ -280,14 +296,18 @@ def _write_version(catalog: Catalog, chain: VersionChain, folder: str) -> None:
     for entry in catalog.all_entries().values():
         files[names[entry.file]].append(NewTensor(entry.name, entry.dtype, entry.shape))
     sidecar_files = read_sidecar_files(root, storage=catalog.storage)
-    metadata = {"version": version_text(chain.number), _IDENTITY: chain.identity}
+    metadata = {
+        "version": version_text(chain.number),
+        _IDENTITY: chain.identity,
+        _SIDECAR_FILES: [*sidecar_files],
+    }
     with (
         LocalStorage() as storage,
         commit_when_complete(
             storage,
             folder,
             group=ProcessGroup.alone(),
-            overwrite=True,
+            overwrite=overwrite,
             sidecar_files=sidecar_files,
         ) as place,
     ):

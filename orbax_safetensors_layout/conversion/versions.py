@@ -10,10 +10,11 @@ import bisect
 import collections
 import functools
 import hashlib
+import itertools
 import os
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -37,20 +38,21 @@ from orbax_safetensors_layout.format import (
     version_folder,
 )
 from orbax_safetensors_layout.options import GIB, CacheFolder, PathLike, RetryPolicy
-from orbax_safetensors_layout.runtime import ProcessGroup, Workers
+from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup, Workers
 from orbax_safetensors_layout.storage import (
     Buffer,
     Storage,
     WrappedStorage,
     cut_out,
     join,
+    local_path,
     read_file,
     read_range,
     scatter,
 )
 
 _KEPT_BYTES = GIB  # of tensors that were put together, for the next range of each
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a model's tensors, which tell it from others
+_SAMPLES, _SAMPLE_BYTES = 128, 4096  # that tell a model from others; twice as many
 _SAMPLE_THREADS = 16
 _HINT = "Pull another version, or have a whole one published."
 
@@ -109,6 +111,15 @@ class Difference:
         """Return a digest of what the version changed, and what to."""
         return hashlib.sha256(repr(sorted(self._checksums.items())).encode()).digest()
 
+    def identity(self, before: bytes) -> bytes:
+        """Return the version's identity, by that of the version before it."""
+        return hashlib.sha256(before + self.digest()).digest()
+
+    @property
+    def stated_identity(self) -> str | None:
+        """The identity by what the version says it follows, if it does."""
+        return None if self.follows is None else self.identity(bytes.fromhex(self.follows)).hex()
+
     def apply(self, name: str, values: np.ndarray) -> None:
         """Changes the bytes of a tensor from those of the version before, if they differ."""
         if (entry := self.entries.get(name)) is not None:
@@ -135,24 +146,29 @@ class Difference:
 
 
 class VersionChain(NamedTuple):
-    """A version: the whole one that it begins with, 0 for the model itself, and the differences."""
+    """A version: what it begins with, and the differences to that."""
 
     number: int
-    whole: int
+    whole: int  # a version that is whole, or one that is held; 0 is the model itself
     differences: tuple[Difference, ...]  # in the order in which they apply
-    origin: bytes  # a digest of the whole one
+    origin: bytes  # the identity of `whole`
 
     @property
     def identity(self) -> str:
         """A text that no other version has, also none of this number in another history."""
         return self.identities()[self.number].hex()
 
+    def fingerprint(self) -> Fingerprint:
+        """Return what all processes must have to go on from this version."""
+        text = f"version {self.number} of history {self.identity:.12}..."
+        demand = "All must find the same versions, and give the same model as base=."
+        return Fingerprint(self.identity, text, demand)
+
     def identities(self) -> dict[int, bytes]:
         identities = {self.whole: self.origin}
         at = self.origin
         for difference in self.differences:
-            at = hashlib.sha256(at + difference.digest()).digest()
-            identities[difference.number] = at
+            at = identities[difference.number] = difference.identity(at)
         return identities
 
     def since(self, number: int, identity: str | None) -> tuple[Difference, ...] | None:
@@ -182,10 +198,24 @@ class PublishedVersions:
         self.folder = folder
         self._base = base
         self._open_base = functools.partial(Catalog.open, retries=retries, cache=cache)
+        self._whole_catalogs: dict[int, Catalog] = {}  # what is known by its bytes is read from
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the model."""
+        if (base := self._whole_catalogs.get(0)) is not None:
+            base.close()
 
     @property
     def has_base(self) -> bool:
         return self._base is not None
+
+    def is_base(self, folder: str) -> bool:
+        """Whether a local folder, a real path, is the model."""
+        base = None if self._base is None else local_path(os.fsdecode(self._base))
+        return base is not None and os.path.realpath(base) == folder
 
     def path(self, number: int) -> str:
         return join(self.folder, version_folder(number))
@@ -222,17 +252,22 @@ class PublishedVersions:
             error = problem
         return int(group.barrier("looking for the newest version", error, broadcast=text))
 
-    def chain(self, number: int) -> VersionChain:
-        """Return what version `number` is made of.
+    def chain(self, number: int, held: tuple[int, str | None] | None = None) -> VersionChain:
+        """Return what version `number` is made of: from a whole one on, or from one that is held.
+
+        What is held has a number and an identity. If the versions after it name that one, what it
+        is made of is not looked at.
 
         Raises:
             CheckpointNotFoundError: A version that it needs is missing, or the model is.
             FormatError: One of them follows another version or model than the one that is there.
         """
         differences: list[Difference] = []
-        at = number
-        origin = None
-        while at:
+        at, stated = number, None  # identity of version `at` by what follows it
+        while stated is None or (at, stated) != held:
+            if not at:
+                origin = self._digest(at, number)
+                break
             folder = self.path(at)
             if not self.storage.is_file(file := join(folder, MAIN_INDEX)):
                 raise CheckpointNotFoundError(
@@ -245,18 +280,16 @@ class PublishedVersions:
             metadata = parse_index(data, file=file).metadata
             kind = DifferenceFormat.parse(metadata, number=at, file=file)
             if kind is None:
-                if HISTORY in metadata:
-                    origin = hashlib.sha256(data).digest()
+                origin = self._digest(at, number, data if HISTORY in metadata else b"")
                 break
-            differences.append(Difference(self.storage, folder, at, kind))
-            at = kind.base
-        if origin is None:  # the model, or a version of another program
-            whole = self._whole(at, number)
-            try:
-                origin = _digest(whole)
-            finally:
-                if not at:
-                    whole.close()
+            difference = Difference(self.storage, folder, at, kind)
+            if at == number and (at, difference.stated_identity) == held:
+                stated = difference.stated_identity
+                continue
+            differences.append(difference)
+            at, stated = kind.base, kind.base_history
+        else:
+            origin = bytes.fromhex(stated)
         chain = VersionChain(number, at, tuple(reversed(differences)), origin)
         self._check_order(chain)
         return chain
@@ -278,47 +311,66 @@ class PublishedVersions:
                 )
 
     def catalog(self, chain: VersionChain) -> Catalog:
-        """Opens a version as a checkpoint."""
+        """Return a version as a checkpoint."""
         whole = self._whole(chain.whole, chain.number)
-        try:
-            if chain.whole and not chain.differences:
-                return whole
-            return versioned(whole, chain.differences)
-        except BaseException:
-            if not chain.whole:
-                whole.close()
-            raise
+        if chain.whole and not chain.differences:
+            return whole
+        return versioned(whole, chain.differences)
 
     def _whole(self, number: int, needed_for: int) -> Catalog:
-        """Opens a whole version, or the model."""
+        """Return a whole version, or the model."""
+        if number in self._whole_catalogs:
+            return self._whole_catalogs[number]
         if number:
-            return Catalog.open(self.path(number), storage=self.storage)
-        if self._base is None:
+            catalog = Catalog.open(self.path(number), storage=self.storage)
+        elif self._base is not None:
+            catalog = self._open_base(self._base)
+        else:
             raise CheckpointNotFoundError(
                 f"version {needed_for} is differences to the model itself, and none is given",
                 file=self.folder,
                 hint="Give base=, the folder or URL of the model that training began with.",
             )
-        return self._open_base(self._base)
+        self._whole_catalogs[number] = catalog
+        return catalog
+
+    def _digest(self, number: int, needed_for: int, index: bytes = b"") -> bytes:
+        """Return a digest of a whole version or the model: of its tensors and some of their bytes.
+
+        Where it lies does not matter, nor which files there are; an `index` counts as it is.
+        """
+        catalog = self._whole(number, needed_for)
+        check_whole(catalog)
+        entries = sorted(catalog.all_entries().values())
+        described = [(entry.name, entry.dtype.code, entry.shape) for entry in entries]
+        digest = hashlib.sha256(index + repr(described).encode())
+        read = catalog.storage.read_into
+        samples: list[np.ndarray] = []
+        with Workers(_SAMPLE_THREADS, "safetensors-pull", catalog.storage.interrupt) as workers:
+            for entry, start in _sampled([entry for entry in entries if entry.nbytes]):
+                samples.append(np.empty(min(entry.nbytes, _SAMPLE_BYTES), np.uint8))
+                workers.submit(read, entry.file, entry.start + start, [samples[-1].data])
+            workers.join()
+        for sample in samples:
+            digest.update(sample.data)
+        return digest.digest()
 
 
-def _digest(catalog: Catalog) -> bytes:
-    """Return a digest of a model's names and shapes, and of some of its bytes, wherever it lies."""
-    check_whole(catalog)
-    entries = sorted(catalog.all_entries().values())
-    digest = hashlib.sha256(repr([(e.name, e.shape, e.nbytes) for e in entries]).encode())
-    filled = [entry for entry in entries if entry.nbytes]
-    count = min(len(filled), _SAMPLES)
-    chosen = [filled[n * (len(filled) - 1) // max(count - 1, 1)] for n in range(count)]
-    samples = [np.empty(min(entry.nbytes, _SAMPLE_BYTES), np.uint8) for entry in chosen]
-    with Workers(_SAMPLE_THREADS, "safetensors-pull", catalog.storage.interrupt) as workers:
-        for entry, sample in zip(chosen, samples, strict=True):
-            middle = entry.start + (entry.nbytes - sample.size) // 2
-            workers.submit(catalog.storage.read_into, entry.file, middle, [sample.data])
-        workers.join()
-    for sample in samples:
-        digest.update(sample.data)
-    return digest.digest()
+def _sampled(entries: Sequence[TensorEntry]) -> list[tuple[TensorEntry, int]]:
+    """Return tensors and where a sample begins: in the middle of some, and evenly in all bytes."""
+    stops = [*itertools.accumulate(entry.nbytes for entry in entries)]
+    count = min(len(entries), _SAMPLES)
+    chosen = {n * (len(entries) - 1) // max(count - 1, 1) for n in range(count)}
+    places = {stops[number] - (entries[number].nbytes + 1) // 2 for number in chosen}
+    places |= {stops[-1] * (2 * n + 1) // (2 * _SAMPLES) for n in range(_SAMPLES) if stops}
+    samples: dict[tuple[int, int], None] = {}
+    for place in sorted(places):
+        number = bisect.bisect_right(stops, place)
+        nbytes = entries[number].nbytes
+        last = nbytes - min(nbytes, _SAMPLE_BYTES)
+        before = place - (stops[number] - nbytes) - _SAMPLE_BYTES // 2
+        samples[number, min(max(before, 0), last)] = None
+    return [(entries[number], start) for number, start in samples]
 
 
 def check_whole(catalog: Catalog) -> None:

@@ -32,6 +32,7 @@ _LEVEL = 1
 _LIBRARIES = {"xxh3-128": "xxhash", "blake3": "blake3", "adler32": "zlib"}  # of checksums
 _ENCODINGS = ("xor", "overwrite")
 _FOLDER = re.compile(r"weight_v([0-9]{6,18})", re.A)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.A)
 _NUMBER = re.compile(r"[0-9]{1,18}", re.A)
 
 
@@ -88,8 +89,8 @@ class DifferenceFormat(NamedTuple):
                 found = short_repr(metadata.get(name))
                 schema.raise_error(f"unknown {name}", f"one of {', '.join(known)}", found)
         history = metadata.get(_BASE_HISTORY)
-        if not isinstance(history, str | None):
-            schema.raise_error(f"malformed {_BASE_HISTORY}", "a string", short_repr(history))
+        if history is not None and not (isinstance(history, str) and _DIGEST.fullmatch(history)):
+            schema.raise_error(f"malformed {_BASE_HISTORY}", "64 digits", short_repr(history))
         return cls(base, str(metadata[ENCODING]), str(metadata["checksum_format"]), history)
 
     def metadata(self, number: int) -> dict[str, str]:

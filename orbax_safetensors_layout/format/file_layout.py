@@ -124,7 +124,7 @@ def lay_out(file: str, tensors: Iterable[NewTensor], metadata: Mapping[str, str]
 
 
 def index_bytes(
-    files: Sequence[tuple[str, Sequence[NewTensor]]], metadata: Mapping[str, str] | None = None
+    files: Sequence[tuple[str, Sequence[NewTensor]]], metadata: Mapping[str, object] | None = None
 ) -> bytes:
     """Return the bytes of `model.safetensors.index.json`, as `transformers` writes it."""
     file_of = {tensor.name: file for file, tensors in files for tensor in tensors}

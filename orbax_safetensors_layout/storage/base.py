@@ -139,6 +139,10 @@ class Storage(RangeReader, Protocol):
     def list(self, folder: str) -> list[str]:
         """Return the sorted names of files directly in `folder`, which need not exist."""
 
+    def is_link(self, path: str) -> bool:
+        """Whether a path is a symbolic link, where there are such."""
+        return False
+
     def existing(self, folder: str, names: Collection[str]) -> set[str]:
         """Return those of some names that are files in `folder`, well-known or not.
 

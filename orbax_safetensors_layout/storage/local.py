@@ -68,6 +68,9 @@ class LocalStorage(Storage):
             return sorted(entry.name for entry in entries if entry.is_dir())
         return []
 
+    def is_link(self, path: str) -> bool:
+        return os.path.islink(path)
+
     def list(self, folder: str) -> list[str]:
         """Names of the files in a folder; from then on files are read from that same folder."""
         is_first = folder not in self._folders

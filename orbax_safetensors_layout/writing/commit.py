@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import (
@@ -104,7 +104,8 @@ def check_target(
 ) -> set[str]:
     """Raises where no checkpoint can be, or one or other side files would be overwritten.
 
-    Returns the names of side files that are there already, and equal.
+    Returns the names of side files that are there already, and equal. A folder in the place of one,
+    or a file or link in the place of its folder, is not replaced, whatever `overwrite` is.
     """
     if target.endswith(SUFFIX):
         raise SafetensorsLayoutError(
@@ -114,6 +115,7 @@ def check_target(
         )
     if storage.is_file(target):
         raise CheckpointExistsError("the path is a file", file=target, expected="a folder")
+    _check_kinds(storage, target, sidecar_files)
     if overwrite:
         return set()
     if is_checkpoint(target):
@@ -136,3 +138,17 @@ def check_target(
             hint="Pass overwrite=True (--overwrite) to replace them.",
         )
     return present
+
+
+def _check_kinds(storage: Storage, target: str, names: Collection[str]) -> None:
+    inner = {name.rpartition("/")[0] for name in names if "/" in name}
+    files = inner and inner.intersection(storage.list(target))
+    folders = names and {*storage.folders(target)}.intersection(names)
+    links = [name for name in inner if storage.is_link(join(target, name))]
+    if others := sorted({*files, *folders, *links}):
+        raise CheckpointExistsError(
+            f"the folder has other things of these names: {others}",
+            file=target,
+            expected="no folders where files go, and no files or links where folders go",
+            hint="Move them away, or give another folder.",
+        )

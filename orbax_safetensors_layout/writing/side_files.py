@@ -9,6 +9,7 @@ import fnmatch
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,18 +19,26 @@ from absl import logging
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
+    SafetensorsLayoutError,
     StorageError,
     listed,
 )
+from orbax_safetensors_layout.format import SUFFIX
 from orbax_safetensors_layout.mapping import parse_config, plain_configurations
 from orbax_safetensors_layout.options import MIB, PathLike, WriteOptions, is_floating
+from orbax_safetensors_layout.plan import PIECES_FOLDER
 from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
 
 from .commit import appearance_rank
 
 _CONFIG = "config.json"
 _CARD = "README.md"
-_VOCABULARIES = ("lm_head.weight", "embed_tokens.weight")  # which may have rows besides
+# Of the text model, not of a vision or draft model; the first is as long as the vocabulary, the
+# second may have rows besides.
+_VOCABULARIES = [
+    re.compile(rf"((language_model|text_model|model|decoder)\.)*{name}\.weight")
+    for name in ("lm_head", "embed_tokens")
+]
 _MOST_BYTES = 512 * MIB  # of a side file: the largest tokenizers have some 30 MB
 _OF_SCALES = ("scale", "absmax", "SCB", "qzeros")  # in the names of what quantised integers need
 # Patterns of names. Tokenizers' are those of transformers 5.24's VOCAB_FILES_NAMES and of its hub.
@@ -76,15 +85,20 @@ _MODEL = (
     "modules.json",  # with the next ones of sentence-transformers
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
+    "decision.json",  # with the next ones of decision heads in transformers 5.24
+    "decision_config.json",
+    "judge_config.json",
+    "calibration.json",
     "LICENSE*",
     "NOTICE*",
 )
 _IN_FOLDERS = {
     "additional_chat_templates": _TEMPLATES,
     "*_tokenizer": _TOKENIZER,  # all but the first of a processor with several
-    "[0-9]_Pooling": (_CONFIG,),
+    "[0-9]_*": (_CONFIG, f"model{SUFFIX}"),  # modules of sentence-transformers
 }
 _CODE = "*.py"
+_CODE_IN_FOLDERS = {"custom_generate": (_CODE, "requirements.txt")}
 _WITH_CODE = {_CONFIG, "tokenizer_config.json", "processor_config.json"}  # that may name it
 
 
@@ -118,7 +132,7 @@ def read_sidecar_files(
             name = os.path.basename(folder)
             files = {name: folder} if _is_among(name, _MODEL) else {}
         else:
-            names = sorted(_names(storage, folder, (*_MODEL, _CODE) if code else _MODEL))
+            names = sorted(_names(storage, folder, code=code))
             files = {name: join(folder, name) for name in names}
             if storage.kind == "local":
                 _check_links(folder, files)
@@ -139,10 +153,12 @@ def model_files(model: PathLike | Mapping[str, bytes], *, code: bool) -> dict[st
     """Returns the side files of `WriteOptions.model`."""
     if not isinstance(model, Mapping):
         return read_sidecar_files(model, code=code, required=True)
-    if parts := [name for name in model if appearance_rank(name) is not None]:
-        raise InvalidArgumentError(
-            f"WriteOptions.model has a file that a save writes itself: {parts[0]}."
-        )
+    folders = {name.rpartition("/")[0] for name in model}
+    for name in model:
+        if appearance_rank(name) is not None or name.startswith(PIECES_FOLDER) or name in folders:
+            raise InvalidArgumentError(
+                f"WriteOptions.model has a name that a save, or another of its files, has: {name}."
+            )
     return dict(model)
 
 
@@ -153,14 +169,16 @@ def with_model_files(options: WriteOptions | None) -> WriteOptions | None:
     return dataclasses.replace(options, model=model_files(options.model, code=options.code))
 
 
-def _names(storage: Storage, folder: str, patterns: Sequence[str]) -> Iterator[str]:
+def _names(storage: Storage, folder: str, *, code: bool) -> Iterator[str]:
     """Yield the names of side files in a folder, and those in folders there as paths."""
+    patterns = (*_MODEL, _CODE) if code else _MODEL
+    in_folders = {**_IN_FOLDERS, **(_CODE_IN_FOLDERS if code else {})}
     if not storage.lists:
         yield from storage.existing(folder, {p for p in patterns if "*" not in p})
         return
     yield from (name for name in storage.list(folder) if _is_among(name, patterns))
     for inner in storage.folders(folder):
-        for pattern, within in _IN_FOLDERS.items():
+        for pattern, within in in_folders.items():
             if fnmatch.fnmatchcase(inner, pattern):
                 names = storage.list(join(folder, inner))
                 yield from (f"{inner}/{name}" for name in names if _is_among(name, within))
@@ -254,7 +272,7 @@ def described_files(
     `lm_head.weight`, or else of `embed_tokens.weight`. What files say of a quantisation goes if no
     tensor is quantised; else the dtype stays, which is that of what is not quantised.
     """
-    if (names := _named_code(files)) and not any(name.endswith(".py") for name in files):
+    if names := _named_code(files) - files.keys():
         text = "The model has code of its own (%s), which does not come along without code=True."
         logging.warning(text, listed(sorted(names)))
     if not _has_quantized(tensors):
@@ -269,8 +287,8 @@ def described_files(
     said: dict[str, object] = {}
     if nbytes and "quantization_config" not in config:
         said = dict.fromkeys(("dtype", "torch_dtype"), nbytes.most_common(1)[0][0])
-    for suffix in _VOCABULARIES:
-        rows = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(suffix)]
+    for pattern in _VOCABULARIES:
+        rows = [tensor.shape[0] for name, tensor in tensors.items() if pattern.fullmatch(name)]
         if len(rows) == 1:
             said["vocab_size"] = rows[0]
             break
@@ -289,7 +307,9 @@ def _named_code(files: Mapping[str, bytes]) -> set[str]:
     """Returns the modules in the same folder that `auto_map` entries of configurations name."""
     names: set[str] = set()
     for name in files.keys() & _WITH_CODE:
-        classes = parse_config(files[name], name).get("auto_map")
+        classes = None
+        with contextlib.suppress(SafetensorsLayoutError):  # else it comes along as it is
+            classes = parse_config(files[name], name).get("auto_map")
         for value in classes.values() if isinstance(classes, dict) else ():
             texts = value if isinstance(value, list) else [value]
             names |= {

@@ -8,9 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from changing_models import as_bytes, model
+from programs import run_processes
 from published import read_version
+from recording import recording
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.conversion.versions import PublishedVersions
 
 
 def two_histories(folder):
@@ -74,6 +77,9 @@ def test_versions_of_two_histories_are_not_mixed(tmp_path, number, into):
     if into == "held":
         target["held"] = osl.pull(tmp_path / "here", version=1)
     put(tmp_path / "there", tmp_path / "here", number)
+    if into == "held" and number == 1:  # of which nothing is read
+        assert as_bytes(osl.pull(tmp_path / "here", target[into]).tree) == as_bytes(abc(1, 1, 1))
+        return
     with pytest.raises(osl.FormatError, match="version 2 follows another version 1 than") as caught:
         osl.pull(tmp_path / "here", target[into])
     assert caught.value.file == str(tmp_path / "here/weight_v000002")
@@ -116,16 +122,147 @@ def test_versions_of_programs_that_name_no_history(tmp_path):
     assert as_bytes(osl.pull(folder).tree) == as_bytes(abc(1, 1, 1))
 
 
-def test_a_base_of_many_tensors_is_known_by_some_of_their_bytes(tmp_path):
-    """A few small reads, however large the model; another fine-tuning of it is told."""
-    rng = np.random.default_rng(3)
-    tree = {f"layer.{n}": rng.normal(size=(64, 64)).astype(np.float32) for n in range(200)}
-    other = {name: value + np.float32(0.001) for name, value in tree.items()}
+def llama_like(seed=3):
+    """Return a tree of as many tensors as a model's, a few of them large."""
+    rng = np.random.default_rng(seed)
+    tree = {f"layers.{n:03}.norm": rng.normal(size=8).astype(np.float32) for n in range(90)}
+    for n in range(90):
+        tree[f"layers.{n:03}.up"] = rng.normal(size=(32, 64)).astype(np.float32)
+    tree["embed_tokens"] = rng.normal(size=(2000, 32)).astype(np.float32)
+    tree["lm_head"] = rng.normal(size=(2000, 32)).astype(np.float32)
+    return tree
+
+
+def other_layer(tree):
+    return {**tree, "layers.044.up": tree["layers.044.up"] + 1}
+
+
+def other_rows(tree):
+    rows = tree["embed_tokens"].copy()
+    rows[1100:] += 1
+    return {**tree, "embed_tokens": rows}
+
+
+def trained_on(tree):
+    return {name: value + np.float32(0.001) for name, value in tree.items()}
+
+
+def other_dtype(tree):
+    return {**tree, "lm_head": tree["lm_head"].view(np.int32)}
+
+
+@pytest.mark.parametrize("changed", [other_layer, other_rows, trained_on, other_dtype])
+def test_a_base_is_known_by_some_of_its_bytes(tmp_path, changed):
+    """A few small reads, however large the model."""
+    tree = llama_like()
     osl.save(tmp_path / "base", tree)
-    osl.save(tmp_path / "other", other)
-    osl.publish(tmp_path / "all", {**tree, "layer.7": tree["layer.7"] * 2}, base=tmp_path / "base")
+    osl.save(tmp_path / "other", changed(tree))
+    new = {**tree, "layers.007.norm": tree["layers.007.norm"] * 2}
+    osl.publish(tmp_path / "all", new, base=tmp_path / "base")
     with pytest.raises(osl.FormatError, match="follows another model"):
         osl.pull(tmp_path / "all", base=tmp_path / "other")
+    assert as_bytes(osl.pull(tmp_path / "all", base=tmp_path / "base").tree) == as_bytes(new)
+
+
+def test_the_files_of_a_whole_version_are_its_own(tmp_path):
+    """One of another history beside this one's index is refused."""
+    options = osl.WriteOptions(max_file_bytes=256)
+    for place, value in (("here", 1), ("there", 2)):
+        osl.publish(tmp_path / place, abc(value, value, value), options=options)
+        osl.publish(tmp_path / place, abc(value, value, 9), options=options)
+    files = sorted((tmp_path / "here/weight_v000001").glob("*.safetensors"))
+    assert len(files) == 3
+    shutil.copy(tmp_path / "there/weight_v000001" / files[1].name, files[1])
+    with pytest.raises(osl.FormatError, match="version 2 follows another version 1"):
+        osl.pull(tmp_path / "here")
+
+
+def test_what_is_read_is_what_the_model_was_known_by(tmp_path, monkeypatch):
+    """Also where another is put in its place just then."""
+    base = tmp_path / "base"
+    osl.save(base, abc(1, 1, 1))
+    osl.publish(tmp_path / "all", abc(2, 1, 1), base=base)
+    digest = PublishedVersions._digest
+
+    def replaced(*args):
+        found = digest(*args)
+        osl.save(base, abc(1, 9, 9), overwrite=True)
+        return found
+
+    monkeypatch.setattr(PublishedVersions, "_digest", replaced)
+    try:
+        pulled = osl.pull(tmp_path / "all", base=base).tree
+    except osl.SafetensorsLayoutError:
+        return
+    assert as_bytes(pulled) == as_bytes(abc(2, 1, 1))
+
+
+@pytest.mark.parametrize("into", ["arrays", "folder"])
+def test_what_is_held_needs_nothing_but_the_differences(tmp_path, into):
+    """Not the model, nor the versions that it was made of."""
+    base, folder, own = (tmp_path / name for name in ("base", "all", "own"))
+    osl.save(base, abc(0, 0, 0))
+    for values in ((1, 0, 0), (1, 1, 0), (1, 1, 1)):
+        osl.publish(folder, abc(*values), base=base)
+    held = osl.pull(folder, own if into == "folder" else None, base=base, version=2)
+    shutil.rmtree(base)
+    shutil.rmtree(folder / "weight_v000001")
+    shutil.rmtree(folder / "weight_v000002")
+    with recording() as storage:
+        pulled = osl.pull(folder, own if into == "folder" else held)
+    assert pulled.version == 3
+    made = osl.load(own) if into == "folder" else pulled.tree
+    assert as_bytes(made) == as_bytes(abc(1, 1, 1))
+    if into == "arrays":
+        assert {name.split("/")[-2] for name, _, _ in storage.ranges} == {"weight_v000003"}
+    again = osl.pull(folder, own if into == "folder" else pulled)
+    assert again.identity == pulled.identity
+
+
+def test_processes_with_other_bases_publish_nothing(tmp_path):
+    """Each is a copy on its host, of which one is stale."""
+    for process, values in enumerate([(1, 1, 1), (1, 6, 1)]):
+        osl.save(tmp_path / f"base{process}", abc(*values))
+    results = run_processes("publish_bases.py", processes=2, devices=1, folder=str(tmp_path))
+    for message in results:
+        assert "it has something else to publish" in message
+        assert "give the same model as base=" in message
+    assert not list(tmp_path.glob("all/weight_*"))
+
+
+def test_the_files_of_a_folder_that_others_use_stay(tmp_path):
+    model, own = tmp_path / "model", tmp_path / "own"
+    for folder, text in ((model, "{}"), (own, "mine")):
+        folder.mkdir()
+        (folder / "config.json").write_text(text)
+    options = osl.WriteOptions(model=model)
+    osl.publish(tmp_path / "all", abc(1, 1, 1), options=options)
+    with pytest.raises(osl.CheckpointExistsError, match=r"config\.json"):
+        osl.pull(tmp_path / "all", own)
+    assert (own / "config.json").read_text() == "mine"
+    assert [file.name for file in own.iterdir()] == ["config.json"]
+    with pytest.raises(osl.InvalidArgumentError, match="is the model itself"):
+        osl.pull(tmp_path / "all", tmp_path / "base", base=tmp_path / "base")
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_side_files_that_a_folder_lost_come_back(tmp_path, newer, caplog):
+    model, own = tmp_path / "model", tmp_path / "own"
+    (model / "additional_chat_templates").mkdir(parents=True)
+    files = {"config.json": "{}", "additional_chat_templates/a.jinja": "a"}
+    for name, text in files.items():
+        (model / name).write_text(text)
+    for values in ((0, 0, 0), (1, 0, 0), (1, 1, 0)):
+        osl.publish(tmp_path / "all", abc(*values), options=osl.WriteOptions(model=model))
+    osl.pull(tmp_path / "all", own, version=2)
+    (own / "notes.md").write_text("mine")
+    for name in files:
+        (own / name).unlink()
+    osl.pull(tmp_path / "all", own, version=3 if newer else 2)
+    assert {name: (own / name).read_text() for name in files} == files
+    assert (own / "notes.md").read_text() == "mine"
+    assert as_bytes(osl.load(own)) == as_bytes(abc(1, int(newer), 0))
+    assert "lacks additional_chat_templates/a.jinja, config.json" in caplog.text
 
 
 def test_a_whole_version_of_another_program_is_known_by_its_values(tmp_path):

@@ -244,7 +244,11 @@ def test_a_vocabulary_is_not_the_rows_that_an_embedding_has_besides(tmp_path):
     assert model.get_input_embeddings().weight.shape[0] == 72
     model.save_pretrained(tmp_path / "model")
     options = osl.WriteOptions(model=tmp_path / "model")
-    osl.save(tmp_path / "out", osl.load(tmp_path / "model"), options=options)
+    tree = osl.load(tmp_path / "model")
+    osl.save(tmp_path / "out", tree, options=options)
+    others = {f"model.{n}.weight": np.ones((9, 4)) for n in ("vision.embed_tokens", "mtp.lm_head")}
+    osl.save(tmp_path / "more", {**tree, **others}, options=options)
+    assert json.loads((tmp_path / "more" / "config.json").read_text())["vocab_size"] == 64
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 64
     again = transformers.MllamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.arange(10)[None]

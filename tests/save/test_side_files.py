@@ -1,5 +1,6 @@
 """A model's configuration and tokenizer come along in saves and consolidations."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 import backends
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 import safetensors.numpy
 from checkpoints import save
@@ -116,10 +118,60 @@ def test_names_of_the_installed_transformers(tmp_path):
     assert beside(tmp_path / "out") == files
 
 
+def user_folder(target):
+    (target / "LICENSE").mkdir()
+    (target / "LICENSE/apache.txt").write_text("mine")
+
+
+def user_file(target):
+    (target / "additional_chat_templates").write_text("mine")
+
+
+def user_link(target):
+    (target.parent / "elsewhere").mkdir()
+    (target.parent / "elsewhere/mine.jinja").write_text("mine")
+    (target / "additional_chat_templates").symlink_to("../elsewhere")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("put", [user_folder, user_file, user_link])
+@pytest.mark.parametrize("call", ["save", "convert", "consolidate", "pull"])
+def test_what_has_the_name_of_a_side_file_but_is_of_another_kind_stays(
+    tmp_path, put, call, overwrite
+):
+    files = ["config.json", "LICENSE", "additional_chat_templates/a.jinja"]
+    write_files(tmp_path / "model", files)
+    options = osl.WriteOptions(model=tmp_path / "model")
+    source, target = tmp_path / "source", tmp_path / "out"
+    if call == "pull":
+        osl.publish(source, TENSORS, options=options)
+    else:
+        layout = "sharded" if call == "consolidate" else "hf"
+        osl.save(source, TENSORS, options=dataclasses.replace(options, layout=layout))
+    target.mkdir()
+    put(target)
+    (name,) = os.listdir(target)
+    inner = {user_folder: "apache.txt", user_link: "mine.jinja", user_file: ""}[put]
+    file = target / name / inner if inner else target / name
+    calls = {
+        "save": lambda: osl.save(target, TENSORS, options=options, overwrite=overwrite),
+        "convert": lambda: osl.convert(source, target, format="hf", overwrite=overwrite),
+        "consolidate": lambda: osl.consolidate(source, target, overwrite=overwrite),
+        "pull": lambda: osl.pull(source, target),
+    }
+    with pytest.raises(osl.CheckpointExistsError, match=f"other things of these names.*{name}"):
+        calls[call]()
+    assert os.listdir(target) == [name]
+    assert file.read_text() == "mine"
+
+
 def test_code_comes_along_when_asked(tmp_path, model, caplog):
     config = {"auto_map": {"AutoConfig": "own.Config", "AutoModel": "org/name--other.Model"}}
     (model / "config.json").write_text(json.dumps(config))
     (model / "own.py").write_text("class Config: ...")
+    (model / "custom_generate").mkdir()
+    (model / "custom_generate/generate.py").write_text("def generate(): ...")
+    (model / "processor_config.json").write_text("[]")  # which is not looked into
     for code in (False, True):
         caplog.clear()
         out = tmp_path / f"out-{code}"
@@ -127,7 +179,9 @@ def test_code_comes_along_when_asked(tmp_path, model, caplog):
         converted = tmp_path / f"converted-{code}"
         osl.convert(model, converted, format="hf", options=osl.ConvertOptions(code=code))
         for folder in (out, converted):
-            assert (folder / "own.py").exists() == (folder / "modeling_own.py").exists() == code
+            for name in ("own.py", "modeling_own.py", "custom_generate/generate.py"):
+                assert (folder / name).exists() == code
+            assert (folder / "processor_config.json").read_text() == "[]"
         assert caplog.text.count("has code of its own (own.py)") == (0 if code else 2)
 
 
@@ -139,8 +193,10 @@ def test_the_files_of_a_model_by_name(tmp_path, model):
     for odd in ({}, {"../a.json": b""}, {"/a.json": b""}, {"a/b/c": b""}, {"a": "text"}, {3: b""}):
         with pytest.raises(ValueError, match=r"WriteOptions\.model must be the path or URL"):
             osl.WriteOptions(model=odd)
-    for name in ("model.safetensors", MANIFEST):
-        with pytest.raises(osl.InvalidArgumentError, match="a save writes itself"):
+    with pytest.raises(osl.InvalidArgumentError, match="another of its files, has: a"):
+        osl.save(tmp_path / "odd", TENSORS, options=osl.WriteOptions(model={"a": b"", "a/b": b""}))
+    for name in ("model.safetensors", MANIFEST, "orbax_safetensors_layout.pieces/x"):
+        with pytest.raises(osl.InvalidArgumentError, match="a name that a save, or another of its"):
             osl.save(tmp_path / "odd", TENSORS, options=osl.WriteOptions(model={name: b""}))
 
 
@@ -149,10 +205,18 @@ def test_a_handler_reads_the_files_of_a_model_when_it_is_made(tmp_path, model):
     with pytest.raises(osl.CheckpointNotFoundError, match="tokenizer or similar file"):
         osl.SafetensorsCheckpointHandler(write=osl.WriteOptions(model=tmp_path / "misspelt"))
     handler = osl.SafetensorsCheckpointHandler(write=osl.WriteOptions(model=model))
-    shutil.rmtree(model)
-    with ocp.CheckpointManager(tmp_path / "run", item_handlers={"hf": handler}) as manager:
-        manager.save(1, args=ocp.args.Composite(hf=osl.SafetensorsSave(TENSORS)))
-    assert {n: (tmp_path / "run/1/hf" / n).read_bytes() for n in FILES} == FILES
+    with (
+        ocp_v1.training.Checkpointer(tmp_path / "v1", context=osl.context("hf")) as training,
+        osl.using(write=osl.WriteOptions(model=model)),
+    ):
+        shutil.rmtree(model)
+        for step in (1, 2):
+            training.save_checkpointables(step, {"hf": TENSORS})
+    with ocp.CheckpointManager(tmp_path / "v0", item_handlers={"hf": handler}) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.Composite(hf=osl.SafetensorsSave(TENSORS)))
+    for run in ("v0/1", "v0/2", "v1/1", "v1/2"):
+        assert {n: (tmp_path / run / "hf" / n).read_bytes() for n in FILES} == FILES
 
 
 def test_files_of_another_model_are_replaced_only_when_asked(tmp_path, model):
