@@ -107,18 +107,20 @@ class HostRate(NamedTuple):
         """Return the rate of a storage class to a process, which shares its host with others.
 
         Its devices are of a platform as JAX names it, or accelerators.
-        By default it is a guess: local streams share a disk, others the host's network.
+        What is not known of the host is a guess: local streams share a disk, others its network.
         """
-        if bytes_per_second is None:
-            stream = profile.bandwidth_bytes_per_second
-            many = min(stream * profile.streams, _NETWORK_BYTES_PER_SECOND / processes_per_host)
-            bytes_per_second = stream / processes_per_host if profile.streams_share else many
+        stream = profile.bandwidth_bytes_per_second
+        known = bytes_per_second or profile.host_bytes_per_second
+        host = known or (stream if profile.streams_share else _NETWORK_BYTES_PER_SECOND)
+        own = host / processes_per_host
+        if not (known or profile.streams_share):
+            own = min(own, stream * profile.streams)
         return cls(
             profile.latency_seconds / profile.streams,
-            bytes_per_second,
+            own,
             profile.shared_bytes_per_second,
             exchange_profile(platform),
-            profile.bandwidth_bytes_per_second,
+            stream,
             0 if profile.streams_share else min(profile.least_request_bytes, profile.request_bytes),
         )
 

@@ -308,6 +308,7 @@ def fingerprint_of(
         "storage": catalog.storage.kind,
         "latency_seconds": f"{profile.latency_seconds:g}",
         "bandwidth_bytes_per_second": f"{profile.bandwidth_bytes_per_second:g}",
+        "host_bandwidth_bytes_per_second": str(profile.host_bytes_per_second),
         "shared_bandwidth_bytes_per_second": f"{profile.shared_bytes_per_second:g}",
         "concurrency": str(profile.streams),
         "merged adapters": " ".join(name[:16] for name in merged),
