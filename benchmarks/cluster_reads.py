@@ -191,7 +191,7 @@ def measure(
             memory_budget_bytes=MEMORY_BUDGET_BYTES,
         )
         shape = MeshShape({"fsdp": hosts, "tensor": devices}, hosts)
-        rules = [*parse_rules(rules_of(target, split))]
+        rules = parse_rules(rules_of(target, split))
         estimated = estimate(
             folder,
             shape,

@@ -37,6 +37,7 @@ class StorageProfile:
     modelled_concurrency: int | None = None  # the same in cost models, see `streams`
     least_request_bytes: int = 1 * MIB  # long ranges are split no further
     shared_bytes_per_second: float = 25e9  # of all hosts together
+    host_bytes_per_second: float | None = None  # of a host with all its streams, if it is known
     streams_share: bool = False  # the bandwidth: then it is also that of all streams of a host
 
     @property
@@ -241,6 +242,8 @@ class ReadOptions(_CheckedOptions):
         request_bytes: Largest single request; None takes the storage class's default.
         latency_seconds: Per storage class (`{"local": 1e-5}`), instead of the default.
         bandwidth_bytes_per_second: Per storage class, instead of the default.
+        host_bandwidth_bytes_per_second: Per storage class, of a host with all its streams; by
+            default a guess.
         shared_bandwidth_bytes_per_second: Per storage class, of all hosts together.
         replicated: Who reads bytes that several processes need, because a tensor is replicated or
             partly so, or because they lie in short gaps between what each needs. `"each"`: each
@@ -277,6 +280,7 @@ class ReadOptions(_CheckedOptions):
     request_bytes: int | None = None
     latency_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     bandwidth_bytes_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    host_bandwidth_bytes_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
     shared_bandwidth_bytes_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
     replicated: Literal["auto", "each", "read_once"] = "auto"
     timeout_seconds: float = 1800.0
@@ -305,6 +309,7 @@ class ReadOptions(_CheckedOptions):
             bandwidth_bytes_per_second=self.bandwidth_bytes_per_second.get(
                 kind, base.bandwidth_bytes_per_second
             ),
+            host_bytes_per_second=self.host_bandwidth_bytes_per_second.get(kind),
             shared_bytes_per_second=self.shared_bandwidth_bytes_per_second.get(
                 kind, base.shared_bytes_per_second
             ),
@@ -515,7 +520,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("total_seconds base_seconds max_seconds", "a number of seconds", _is_number),
     ("latency_seconds", f"{_BY_CLASS} numbers of seconds", _is_by_class),
     (
-        "bandwidth_bytes_per_second shared_bandwidth_bytes_per_second",
+        "bandwidth_bytes_per_second host_bandwidth_bytes_per_second"
+        " shared_bandwidth_bytes_per_second",
         f"{_BY_CLASS} positive numbers",
         lambda v: _is_by_class(v) and all(v.values()),
     ),

@@ -74,6 +74,7 @@ class ClusterEstimate(PlannedShares):
     is_orbax: bool = False  # whether Orbax reads it, in chunks of its own format
     # Of a load of the same leaves in layout `sharded`, where this one reads or exchanges more.
     sharded_costs: tuple[Cost, ...] = ()
+    exchanged_costs: tuple[Cost, ...] = ()  # with `replicated="auto"`, of a load with `"each"`
 
     @property
     def unused_rules(self) -> list[ShardingRule]:
@@ -105,15 +106,15 @@ def estimate(
     mapping: Mapping | None = None,
     abstract: Any = None,
     options: ReadOptions | None = None,
-    host_bandwidth: float | None = None,
     most_processes: int = 16,
 ) -> ClusterEstimate:
     """Estimates the cost of all tensors to each process, or of a tree to `most_processes`.
 
     What Orbax saved in its own format is planned as Orbax reads it. `rules` shard tensors, and
-    leaves without a sharding; for `host_bandwidth` see `HostRate.of`.
+    leaves without a sharding.
     """
     options = given_or_default(options, ReadOptions)
+    exchanged_costs: tuple[Cost, ...] = ()
     ref = resolve_checkpoint(path)
     if ref.is_orbax:
         if mapping is not None or abstract is not None:
@@ -130,17 +131,23 @@ def estimate(
             profile, files = options.profile(kind), len(catalog.files)
             nbytes = sum(entry.nbytes for entry in entries.values())
             if mapping is None and abstract is None and catalog.layout == "hf":
-                shares = _plan_tensors(catalog, entries, mesh, rules, profile, kind, options)
+                plan = functools.partial(
+                    _plan_tensors, catalog, entries, mesh, rules, profile, kind
+                )
             else:
                 from .tree_estimate import plan_tree
 
-                shares = plan_tree(catalog, mesh, rules, mapping, abstract, options, most_processes)
+                fixed = catalog, mesh, rules, mapping, abstract, most_processes
+                plan = functools.partial(plan_tree, *fixed)
+            shares = plan(options)
+            if options.replicated == "each":
+                exchanged_costs = plan(dataclasses.replace(options, replicated="auto")).costs
     return ClusterEstimate(
         **vars(shares),
         path=place,
         mesh=mesh,
         profile=profile,
-        rate=HostRate.of(profile, host_bandwidth),
+        rate=HostRate.of(profile),
         storage=kind,
         checkpoint_bytes=nbytes,
         checkpoint_files=files,
@@ -150,6 +157,7 @@ def estimate(
         misfits=tuple(placing.misfit for placing in shares.placed if placing.misfit),
         is_orbax=ref.is_orbax,
         sharded_costs=_sharded_costs(shares, mesh, profile, kind, options),
+        exchanged_costs=exchanged_costs,
     )
 
 
@@ -167,6 +175,7 @@ def estimate_save(load: ClusterEstimate, options: WriteOptions) -> ClusterEstima
         cluster=None,
         saves=options.layout,
         sharded_costs=(),
+        exchanged_costs=(),
     )
 
 

@@ -68,8 +68,8 @@ def plan_tree(
     rules: Sequence[ShardingRule],
     mapping: Mapping | None,
     abstract: Any,
-    options: ReadOptions,
     most_processes: int,
+    options: ReadOptions,
 ) -> PlannedShares:
     """Plans the shares of some processes; `rules` shard leaves without a sharding."""
     if abstract is None:

@@ -67,8 +67,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--host-bandwidth",
         type=argument(parse_size),
-        help="of a host with all its streams, for the estimated time; default: local files one"
-        " stream's, else all streams', at most 25 Gbit/s",
+        help="of a host with all its streams; default: local files one stream's, else all streams',"
+        " at most 25 Gbit/s",
     )
     add(
         "--shared-bandwidth",
@@ -157,7 +157,10 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
         )
     with open_storage(parsed.path)[0] as storage:
         kind = storage.kind
-    bandwidth, shared = parsed.bandwidth, parsed.shared_bandwidth
+
+    def of_class(rate: float | None) -> dict[str, float]:
+        return {} if rate is None else {kind: float(rate)}
+
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)
     if callable(abstract):
         abstract = abstract()
@@ -171,12 +174,12 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
             concurrency=parsed.concurrency,
             memory_budget_bytes=parsed.memory_budget_bytes,
             latency_seconds={} if parsed.latency is None else {kind: parsed.latency},
-            bandwidth_bytes_per_second={} if bandwidth is None else {kind: float(bandwidth)},
-            shared_bandwidth_bytes_per_second={} if shared is None else {kind: float(shared)},
+            bandwidth_bytes_per_second=of_class(parsed.bandwidth),
+            host_bandwidth_bytes_per_second=of_class(parsed.host_bandwidth),
+            shared_bandwidth_bytes_per_second=of_class(parsed.shared_bandwidth),
             replicated=parsed.replicated,
             **cache_options(parsed),
         ),
-        host_bandwidth=parsed.host_bandwidth,
     )
     if parsed.save is None:
         return loading

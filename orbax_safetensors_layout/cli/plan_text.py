@@ -206,6 +206,9 @@ def _costly(estimate: ClusterEstimate, top: int) -> str:
 
 
 def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
+    then = estimate.exchanged_costs
+    exchange_saves = bool(then) and max(estimate.seconds(then)) < max(estimate.seconds())
+    how = "(ReadOptions(replicated='auto'))"
     split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
     ways = 1 if leaf.spec is None else estimate.mesh.ways([*itertools.chain(*leaf.spec)])
     if estimate.is_orbax:
@@ -217,10 +220,11 @@ def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
     if leaf.read_bytes > 1.5 * leaf.needed_bytes:
         is_inner = estimate.cluster is not None and bool(split) and max(split) > 0
         other = "split dimension 0 instead, " if is_inner else ""
+        if exchange_saves:
+            other += f"let hosts exchange what each reads once {how}, "
         return (
-            f"Rows are too short to read alone, so gaps are read too: {other}let hosts exchange"
-            " what each reads once (ReadOptions(replicated='read_once')), or store it in shards of"
-            " this mesh (layout sharded)."
+            f"Rows are too short to read alone, so gaps are read too: {other}{'or ' * bool(other)}"
+            "store it in shards of this mesh (layout sharded)."
         )
     if leaf.requests > 64 and leaf.read_bytes < leaf.requests * estimate.profile.request_bytes // 2:
         each = size_text(leaf.read_bytes / leaf.requests)
@@ -229,10 +233,8 @@ def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
             " (layout sharded)."
         )
     if ways == 1 and estimate.mesh.processes > 1 and leaf.needed_bytes >= MIB:
-        return (
-            "Every host reads all of it: split it over the mesh, or let one read it for all"
-            " (ReadOptions(replicated='read_once'))."
-        )
+        other = f", or let one read it for all {how}" * exchange_saves
+        return f"Every host reads all of it: split it over the mesh{other}."
     return ""
 
 

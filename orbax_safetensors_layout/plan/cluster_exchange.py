@@ -13,7 +13,7 @@ from orbax_safetensors_layout.sharding import Replicas
 
 from .array_source import StoredSource
 from .cost import Cost
-from .exchange_plan import ExchangePolicy, plan_exchange
+from .exchange_plan import ExchangePolicy
 from .shared_leaves import SharedLeaves
 
 
@@ -32,7 +32,8 @@ def plan_cluster_exchange(
     estimates; none where nothing is exchanged.
     """
     processes = holders[0].size if holders else 0
-    if not processes or not exchange.load_may_gain(sum(e.nbytes for e in entries), processes):
+    stored_bytes = sum(entry.nbytes for entry in entries)
+    if not processes or not exchange.load_may_gain(stored_bytes, processes):
         return set(), ()
     leaves = SharedLeaves(exchange, merges=True)
     for number, (entry, of_class) in enumerate(zip(entries, class_of, strict=True)):
@@ -42,7 +43,7 @@ def plan_cluster_exchange(
         strides = source.strides(of_leaf.boxes[0])
         fields = source.shape, strides, source.dtype, source.place
         leaves.add(number, of_leaf, *fields, stored_bytes=source.nbytes)
-    stages = plan_exchange(leaves, exchange.limits, exchange.rates)
+    stages = exchange.plan(leaves, stored_bytes, processes)
     items = [item for stage in stages for step in stage for lane in step.lanes for item in lane]
     box_bytes = {leaf: entries[leaf].nbytes // len(boxes) for leaf, boxes, _ in items}
     exchanged = {class_of[leaf] for leaf in box_bytes}

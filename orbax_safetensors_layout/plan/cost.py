@@ -92,6 +92,8 @@ class HostRate(NamedTuple):
     bytes_per_second: float
     shared_bytes_per_second: float = math.inf  # of all hosts together
     exchange: ExchangeProfile = exchange_profile()
+    stream_bytes_per_second: float = math.inf  # of one request, which is
+    least_request_bytes: int = 0  # no shorter, unless less is read
 
     @classmethod
     def of(
@@ -105,21 +107,28 @@ class HostRate(NamedTuple):
         """Return the rate of a storage class to a process, which shares its host with others.
 
         Its devices are of a platform as JAX names it, or accelerators.
-        By default it is a guess: local streams share a disk, others the host's network.
+        What is not known of the host is a guess: local streams share a disk, others its network.
         """
-        if bytes_per_second is None:
-            stream = profile.bandwidth_bytes_per_second
-            many = min(stream * profile.streams, _NETWORK_BYTES_PER_SECOND / processes_per_host)
-            bytes_per_second = stream / processes_per_host if profile.streams_share else many
-        request_seconds = profile.latency_seconds / profile.streams
-        shared = profile.shared_bytes_per_second
-        return cls(request_seconds, bytes_per_second, shared, exchange_profile(platform))
+        stream = profile.bandwidth_bytes_per_second
+        known = bytes_per_second or profile.host_bytes_per_second
+        host = known or (stream if profile.streams_share else _NETWORK_BYTES_PER_SECOND)
+        own = host / processes_per_host
+        if not (known or profile.streams_share):
+            own = min(own, stream * profile.streams)
+        return cls(
+            profile.latency_seconds / profile.streams,
+            own,
+            profile.shared_bytes_per_second,
+            exchange_profile(platform),
+            stream,
+            0 if profile.streams_share else min(profile.least_request_bytes, profile.request_bytes),
+        )
 
     def seconds(self, cost: Cost, all_bytes: float = 0.0) -> float:
         """Return the time of a cost, where all hosts together move `all_bytes`."""
-        moved = self.read_seconds(cost.read_bytes + cost.written_bytes, all_bytes)
+        moved_bytes = cost.read_bytes + cost.written_bytes
+        reading = self.read_seconds(moved_bytes, all_bytes, cost.requests)
         exchange = cost.gathered_bytes, cost.exchange_rounds, cost.exchange_programs
-        reading = cost.requests * self.request_seconds + moved
         return self.exchange.seconds(*exchange, reading=reading)
 
     def exchange_text(self) -> str:
@@ -129,11 +138,13 @@ class HostRate(NamedTuple):
             f" {seconds_text(program_seconds)} a program that XLA compiles"
         )
 
-    def read_seconds(self, nbytes: float, all_bytes: float) -> float:
+    def read_seconds(self, nbytes: float, all_bytes: float, requests: float = 0.0) -> float:
         """Return the time of a read of which this host has `nbytes`, and all have `all_bytes`."""
-        return max(nbytes / self.bytes_per_second, all_bytes / self.shared_bytes_per_second)
+        least = min(nbytes, self.least_request_bytes) / self.stream_bytes_per_second
+        moving = max(nbytes / self.bytes_per_second, all_bytes / self.shared_bytes_per_second)
+        return requests * self.request_seconds + max(moving, least)
 
     def excess_seconds(self, leaf: LeafCost) -> float:
         """Return the time that is spent beyond reading the needed bytes in one go."""
-        cost = Cost(read_bytes=leaf.read_bytes, requests=leaf.requests)
-        return self.seconds(cost) - leaf.needed_bytes / self.bytes_per_second
+        over = (leaf.read_bytes - leaf.needed_bytes) / self.bytes_per_second
+        return leaf.requests * self.request_seconds + over

@@ -3,7 +3,7 @@
 1. Leaves are grouped: small ones by grid, others by grid, shape and dtype.
 2. Each group becomes rounds of bounded size. Lanes take leaves in the order of the files, so that
    each process reads from few.
-3. Groups whose exchange would take longer than reading them are left out.
+3. Groups whose exchange would make the load take longer are left out.
 4. Rounds are joined to stages of bounded host memory.
 """
 
@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -50,6 +50,7 @@ class ExchangeLimits(NamedTuple):
     round_bytes: int  # bytes that a device may gather at once; a larger box is a round of its own
     stage_bytes: int  # host bytes that a process may read before they are exchanged
     gap_bytes: int  # the longest gap that is read through
+    gap_request_bytes: int = sys.maxsize  # the longest request that reads through gaps
     # Host bytes of boxes of a process that share rows, and are read together; of more again.
     together_bytes: int = sys.maxsize
 
@@ -57,36 +58,28 @@ class ExchangeLimits(NamedTuple):
     def of(cls, profile: StorageProfile, memory_budget_bytes: int) -> Self:
         round_bytes = -(-memory_budget_bytes // _ROUNDS_IN_BUDGET)
         stage_bytes = memory_budget_bytes // _STAGES_IN_BUDGET
-        return cls(round_bytes, stage_bytes, profile.max_gap_bytes)
+        return cls(round_bytes, stage_bytes, profile.max_gap_bytes, profile.staging_bytes)
 
 
 _Group = tuple[Sequence[SharedLeaf], Callable[[], Iterator[Round]]]
 """Leaves on one grid, and what plans the rounds of their exchange."""
 
 
-class _Comparison(NamedTuple):
-    """The costs of leaves on one grid, to all processes, read by each alone or once."""
+class _Work(NamedTuple):
+    """The work that leaves add to a load; that of several is the sum."""
 
-    alone_seconds: float
-    once_seconds: float
-    alone_bytes: float
-    once_bytes: float
-
-    @property
-    def loss_seconds(self) -> float:
-        """Time that an exchange takes more."""
-        return self.once_seconds - self.alone_seconds
-
-    @property
-    def saved_bytes(self) -> float:
-        return self.alone_bytes - self.once_bytes
+    host_bytes: float  # that the process with most of them reads
+    all_bytes: float  # that all processes read
+    requests: float = 0.0  # of that process, more than so many bytes take
+    program_seconds: float = 0.0
+    gather_seconds: float = 0.0
 
 
 class ExchangeRates(NamedTuple):
     """The rates by which reading alone is compared with an exchange; the same on all processes."""
 
     storage: HostRate
-    profile: StorageProfile  # of which they are
+    request_bytes: int
     platform: str
     processes_per_host: int
 
@@ -98,55 +91,82 @@ class ExchangeRates(NamedTuple):
             parts = math.prod(grid.cuts)
         return exchange_profile(self.platform, devices, self.processes_per_host, parts)
 
-    def load_seconds(self, nbytes: float, all_bytes: float) -> float:
-        """Return the time of all reads of a process: as for a part, but one request at least."""
-        profile = self.profile
-        least = min(nbytes, profile.least_request_bytes, profile.request_bytes)
-        one_request = least / profile.bandwidth_bytes_per_second
-        return max(one_request, self.storage.read_seconds(nbytes, all_bytes))
+    def seconds(
+        self,
+        host_bytes: float,
+        all_bytes: float,
+        requests: float = 0.0,
+        program_seconds: float = 0.0,
+        gather_seconds: float = 0.0,
+    ) -> float:
+        """Return the time of a load, in which programs are compiled while it reads."""
+        requests += host_bytes / self.request_bytes
+        reading = self.storage.read_seconds(host_bytes, all_bytes, requests)
+        return max(reading, program_seconds) + gather_seconds
 
-    def rounds(self, groups: Sequence[_Group]) -> list[Round]:
-        """Plan the groups whose exchange takes less time than reading, or hardly more."""
-        costs = [
-            self._compare(leaves, sum(leaf.gathered_bytes for leaf in leaves), 1, 1)
-            for leaves, _ in groups
-        ]
-        most_slack = _MOST_SLOWER * sum(cost.alone_seconds for cost in costs)
-        planned: dict[int, list[Round]] = {}  # of those that may be chosen
-        for number, (leaves, plan) in enumerate(groups):
-            if costs[number].loss_seconds <= most_slack:
-                rounds = planned[number] = [*plan()]
-                gathered_bytes = sum(step.form.gathered_bytes for step in rounds)
-                programs = len({id(step.form) for step in rounds})
-                costs[number] = self._compare(leaves, gathered_bytes, len(rounds), programs)
-        slack = _MOST_SLOWER * sum(min(cost.alone_seconds, cost.once_seconds) for cost in costs)
-        least = _LEAST_SAVED * sum(cost.once_bytes for cost in costs)
-        kept = []
-        for number in sorted(planned, key=lambda number: costs[number].loss_seconds):
-            cost = costs[number]
-            if cost.loss_seconds < 0 or (cost.loss_seconds <= slack and cost.saved_bytes > least):
-                kept.append(number)
-                slack -= max(0.0, cost.loss_seconds)
-        return [step for number in sorted(kept) for step in planned[number]]
+    def rounds(self, groups: Sequence[_Group], others: tuple[float, float]) -> list[Round]:
+        """Plan the groups whose exchange makes the load take less time, or hardly more.
 
-    def _compare(
-        self, leaves: Sequence[SharedLeaf], gathered_bytes: float, rounds: int, programs: int
-    ) -> _Comparison:
-        """Return the costs of leaves of which a device gathers so much, in so many rounds."""
-        grid = leaves[0].replicas.grid
-        holders = [set(row) for row in grid.processes]  # of each box
+        Of other leaves a process reads so many bytes, and all processes.
+        """
+        alone = [self._alone(leaves) for leaves, _ in groups]
+        once = [self._once(leaves) for leaves, _ in groups]  # at least, until they are planned
+        planned: dict[int, list[Round]] = {}
+        while new := (chosen := self._chosen(alone, once, others)) - planned.keys():
+            for number in new:
+                leaves, plan = groups[number]
+                planned[number] = [*plan()]
+                once[number] = self._once(leaves, [step.form for step in planned[number]])
+        return [step for number in sorted(chosen) for step in planned[number]]
+
+    def _chosen(
+        self, alone: Sequence[_Work], once: Sequence[_Work], others: tuple[float, float]
+    ) -> set[int]:
+        """Choose the groups to exchange.
+
+        They are ranked by what they save for what they add, and the load is timed with none of
+        them, the first, the first two, and so on.
+        """
+
+        def worth(number: int) -> float:
+            work = once[number]
+            saved = self.seconds(*alone[number]) - self.seconds(*work[:3])
+            return (saved + work.program_seconds) / (work.program_seconds + work.gather_seconds)
+
+        rank = sorted(range(len(alone)), key=worth, reverse=True)
+        changes = (np.subtract(once[number], alone[number]) for number in rank)
+        loads = np.cumsum([_Work(*others), *alone, *changes], axis=0)[len(alone) :]
+        seconds = np.array([self.seconds(*load) for load in loads.tolist()])
+        least, read_bytes = seconds.min(), loads[:, 1] - others[1]
+        slack = _MOST_SLOWER * max(0.0, least - self.seconds(*others))
+        near = seconds <= least + slack
+        near &= read_bytes <= read_bytes[near].min() + _LEAST_SAVED * read_bytes.min()
+        return {*rank[: int(np.where(near, seconds, math.inf).argmin())]}
+
+    def _alone(self, leaves: Sequence[SharedLeaf]) -> _Work:
+        """Return what leaves on one grid add where each process reads them."""
+        holders = [set(row) for row in leaves[0].replicas.grid.processes]  # of each box
         boxes = max(collections.Counter(itertools.chain.from_iterable(holders)).values())
-        nbytes = sum(leaf.stored_bytes for leaf in leaves)
-        share = grid.most_slots / grid.columns
-        once_bytes = nbytes * len(holders)
-        reading = self.storage.read_seconds(nbytes * share, once_bytes)
         each = sum(leaf.stored_bytes * leaf.share for leaf in leaves)
-        alone_bytes = each * sum(map(len, holders))
-        alone = self.storage.read_seconds(each * boxes, alone_bytes)
-        alone += self.storage.request_seconds * boxes * sum(leaf.requests for leaf in leaves)
-        gathered = gathered_bytes * grid.most_slots, rounds, programs
-        once = self.exchange(grid).seconds(*gathered, reading=reading)
-        return _Comparison(alone, once, alone_bytes, once_bytes)
+        requests = boxes * sum(leaf.requests for leaf in leaves)
+        return _Work(each * boxes, each * sum(map(len, holders)), requests)
+
+    def _once(self, leaves: Sequence[SharedLeaf], forms: Sequence[RoundForm] = ()) -> _Work:
+        """Return the same of their exchange in rounds of such forms, or in one without waste."""
+        grid = leaves[0].replicas.grid
+        nbytes = sum(leaf.stored_bytes for leaf in leaves)
+        box_bytes = sum(leaf.box_bytes for leaf in leaves)
+        slot_bytes = box_bytes * grid.most_slots / grid.columns
+        gathered_bytes = sum(leaf.gathered_bytes for leaf in leaves)
+        if forms:
+            if not forms[0].is_packed:  # whose slots hold different amounts
+                slot_bytes = sum(form.most_slot_bytes for form in forms)
+            gathered_bytes = sum(form.gathered_bytes for form in forms)
+        rates = self.exchange(grid)
+        gathering = rates.seconds(gathered_bytes * grid.most_slots, len(forms) or 1)
+        compiling = rates.program_seconds * (len({*map(id, forms)}) or 1)
+        host_bytes = slot_bytes * nbytes / box_bytes
+        return _Work(host_bytes, nbytes * len(grid.processes), 0.0, compiling, gathering)
 
 
 class LeafKind(NamedTuple):
@@ -180,48 +200,63 @@ class ExchangePolicy(NamedTuple):
         if options.replicated == "read_once":
             return cls(limits, None)
         storage = HostRate.of(profile, processes_per_host=processes_per_host)
-        return cls(limits, ExchangeRates(storage, profile, platform, processes_per_host))
+        return cls(
+            limits, ExchangeRates(storage, profile.request_bytes, platform, processes_per_host)
+        )
 
     def load_may_gain(
-        self, stored_bytes: int, processes: int, kinds: Iterable[tuple[LeafKind, int]] = ()
+        self,
+        stored_bytes: int,
+        processes: int,
+        kinds: Collection[tuple[LeafKind, int]] | None = None,
     ) -> bool:
         """Whether the least that an exchange takes is less than reading a load everywhere.
 
-        Of its leaves that may be exchanged `kinds` says how many there are of each.
+        Of its leaves that may be exchanged, by default all, `kinds` says how many there are of
+        each; the others are read meanwhile.
         """
-        if self.rates is None:
-            return True
-        alone = self.rates.load_seconds(stored_bytes, stored_bytes * processes)
-        reading = self.rates.load_seconds(stored_bytes / processes, stored_bytes)
-        gathering = sum(
-            self.rates.exchange(kind.grid).seconds(count * kind.gathered_bytes)
-            for kind, count in kinds
+        if self.rates is None or stored_bytes > self.limits.together_bytes:
+            return True  # one that reads alone may read rows several times, without a bound
+        shared_bytes, gathering = stored_bytes, 0.0
+        if kinds is not None:
+            shared_bytes = sum(count * kind.stored_bytes for kind, count in kinds)
+            gathering = sum(
+                self.rates.exchange(kind.grid).seconds(count * kind.gathered_bytes)
+                for kind, count in kinds
+            )
+        others = stored_bytes - shared_bytes  # of each process at most
+        alone = self.rates.seconds(stored_bytes, stored_bytes * processes)
+        reading = self.rates.seconds(
+            others + shared_bytes / processes, others * processes + shared_bytes
         )
-        if self._reads_again:
-            reading = gathering = 0.0
-        return alone > self.rates.exchange().seconds(0, 1, 1, reading=reading) + gathering
+        return alone > self.rates.exchange().seconds(0, 1, 1, reading=reading + gathering)
 
     def may_gain(self, kind: LeafKind, processes: int) -> bool:
-        """Whether the same holds of one leaf of many."""
-        if self.rates is None:
+        """Whether the exchange of one leaf of many saves time."""
+        if self.rates is None or self.limits.together_bytes < sys.maxsize:
             return True
-        gathered_bytes = 0 if self._reads_again else kind.gathered_bytes
-        alone = self.rates.storage.read_seconds(kind.stored_bytes, kind.stored_bytes * processes)
-        return alone > self.rates.exchange(kind.grid).seconds(gathered_bytes)
+        saved_bytes = kind.stored_bytes * (processes - 1)  # of all processes
+        saved = self.rates.seconds(saved_bytes / processes, saved_bytes)
+        return saved > self.rates.exchange(kind.grid).seconds(kind.gathered_bytes)
 
-    @property
-    def _reads_again(self) -> bool:
-        """Whether one that reads alone may read rows several times; there is no bound for that."""
-        return self.limits.together_bytes < sys.maxsize
+    def plan(self, leaves: Iterable[SharedLeaf], stored_bytes: int, processes: int) -> list[Stage]:
+        """Plan the exchange of leaves of a load of so many bytes."""
+        leaves = [*leaves]
+        shared = sum(leaf.stored_bytes * len(leaf.replicas.boxes) for leaf in leaves)
+        others = max(0.0, stored_bytes - shared)  # each byte is read by one process at least
+        return plan_exchange(leaves, *self, (others / processes, others))
 
 
 def plan_exchange(
-    leaves: Iterable[SharedLeaf], limits: ExchangeLimits, rates: ExchangeRates | None = None
+    leaves: Iterable[SharedLeaf],
+    limits: ExchangeLimits,
+    rates: ExchangeRates | None = None,
+    others: tuple[float, float] = (0.0, 0.0),
 ) -> list[Stage]:
     """Plan the reads and exchanges of leaves (of tied ones the first); equal on all processes.
 
-    With `rates` of those alone whose exchange takes less time than reading them where they go, or
-    with all of these little more.
+    With `rates` of those alone whose exchange makes the load take less time, or little more;
+    `others` are the bytes that a process reads besides, and all processes.
     """
     leaves = [*leaves]
     tied = {leaf.number: leaf.tied for leaf in leaves if leaf.tied}
@@ -249,7 +284,7 @@ def plan_exchange(
     if rates is None:
         rounds = [step for _, plan in groups for step in plan()]
     else:
-        rounds = rates.rounds(groups)
+        rounds = rates.rounds(groups, others)
     # Rounds that share their reads are in one stage.
     repeated = (_repeated(step, tied) for step in rounds)
     stages = batches(repeated, _stage_bytes, limits.stage_bytes)

@@ -34,8 +34,8 @@ class SharedLeaf(NamedTuple):
     # Leaves with equal values in the same places, for each of which these are exchanged again.
     tied: tuple[int, ...] = ()
     joint_axes: tuple[int, ...] = ()  # dimensions of which any part is read with all
-    # Where gaps between its rows are too long to read through: the share of a box that a process
-    # reads by itself, and the requests that it takes.
+    # The share of a box that a process reads by itself, and the requests that gaps between its rows
+    # take beyond those of its bytes.
     share: float = 1.0
     requests: int = 0
     stored: float = 1.0  # bytes in the files for each of its values'

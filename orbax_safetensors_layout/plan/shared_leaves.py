@@ -78,6 +78,9 @@ class SharedLeaves:
             boxes, box_shape, cut_axes, share, requests = merged
             array = number, boxes, box_shape, dtype, is_direct, place, strides
             stored = stored_bytes / (math.prod(shape) * dtype.itemsize)
+            if boxes is not replicas and not requests:
+                box_bytes = stored_bytes / len(boxes.boxes)
+                requests = int(box_bytes * share / self._exchange.limits.gap_request_bytes)
             cost = share, requests, stored
             self._leaves.append(SharedLeaf(*array, cut_axes, tied, joint_axes, *cost))
 

@@ -32,7 +32,6 @@ from orbax_safetensors_layout.plan import (
     Round,
     SharedLeaves,
     Stage,
-    plan_exchange,
 )
 from orbax_safetensors_layout.runtime import Fingerprint, ProcessGroup
 from orbax_safetensors_layout.sharding import (
@@ -177,7 +176,8 @@ def _stages(
     platform = min(map(_platform, shardings), default="")
     exchange = ExchangePolicy.of(options, catalog.storage.kind, platform, shards.processes_per_host)
     sizes = [leaf.region.source.stored_bytes for leaf in leaves]
-    if not exchange.load_may_gain(sum(sizes), shards.process_count):
+    total = sum(sizes)
+    if not exchange.load_may_gain(total, shards.process_count):
         return []
     # Of leaves that many have the shards of; to hash a sharding, or replicas, takes long.
     known: dict[tuple[int, bool, int, int], tuple[Replicas, LeafKind] | None] = {}
@@ -196,8 +196,7 @@ def _stages(
             kinds[id(kind)] += not same
             same.append((leaf, replicas))
     counted = [(kind, kinds[id(kind)]) for _, kind in filter(None, known.values())]
-    stored_bytes = sum(count * kind.stored_bytes for kind, count in counted)
-    if not exchange.load_may_gain(stored_bytes, shards.process_count, counted):
+    if not exchange.load_may_gain(total, shards.process_count, counted):
         return []
     # Pieces are read by those that hold them, each from files of its own.
     shared = SharedLeaves(exchange, merges=catalog.layout == "hf")
@@ -219,7 +218,7 @@ def _stages(
             joint_axes=order.joint_axes,
             is_decoded=order.is_decoded,
         )
-    return plan_exchange(shared, *exchange)
+    return exchange.plan(shared, total, shards.process_count)
 
 
 def _gainful(
@@ -311,6 +310,7 @@ def fingerprint_of(
         "storage": catalog.storage.kind,
         "latency_seconds": f"{profile.latency_seconds:g}",
         "bandwidth_bytes_per_second": f"{profile.bandwidth_bytes_per_second:g}",
+        "host_bandwidth_bytes_per_second": str(profile.host_bytes_per_second),
         "shared_bandwidth_bytes_per_second": f"{profile.shared_bytes_per_second:g}",
         "concurrency": str(profile.streams),
         "merged adapters": " ".join(name[:16] for name in merged),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .mesh_shape import MeshShape, Spec
@@ -59,11 +59,10 @@ def spec_text(spec: Spec) -> str:
     return ",".join("+".join(names) or "-" for names in spec) or REPLICATED
 
 
-def parse_rules(lines: Iterable[str]) -> Iterator[ShardingRule]:
-    """Yields rules, one a line; empty lines and those that begin with `#` are skipped."""
-    for line in lines:
-        if line.strip() and not line.lstrip().startswith("#"):
-            yield ShardingRule.parse(line)
+def parse_rules(lines: Iterable[str]) -> list[ShardingRule]:
+    """Parse rules, one a line; empty lines and those that begin with `#` are skipped."""
+    stripped = (line.strip() for line in lines)
+    return [ShardingRule.parse(line) for line in stripped if line and not line.startswith("#")]
 
 
 class Misfit(NamedTuple):

@@ -22,7 +22,7 @@ def test_keys_sub_byte_elements_and_values(tmp_path, layout):
     osl.save(tmp_path, tree, options=osl.WriteOptions(layout=layout))
     arrays = {name: leaf for name, leaf in tree.items() if name != "step"}
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)
-    rules = [*parse_rules(["'.*' = x"])]
+    rules = parse_rules(["'.*' = x"])
     for given in ({**abstract, "step": 0}, None):
         found = estimate(tmp_path, MeshShape({"x": 4}, 2), rules, abstract=given)
         assert [cost.needed_bytes for cost in found.costs] == [(4 * 8 + 64) // 2] * 2
@@ -41,6 +41,6 @@ def test_a_mapping_is_bound_once_for_all_processes(tmp_path, monkeypatch):
         bound.clear()
         mapping = osl.Mapping([osl.rule("v", osl.tensor("w"))])
         mesh = MeshShape({"x": 8}, hosts)
-        estimate(tmp_path / "a", mesh, [*parse_rules(["'.*' = auto"])], mapping=mapping)
+        estimate(tmp_path / "a", mesh, parse_rules(["'.*' = auto"]), mapping=mapping)
         counts.append(len(bound))
     assert counts[0] == counts[1] > 0

@@ -286,16 +286,35 @@ def test_what_a_mapping_reads_too_much_is_told(tmp_path, capsys):
         "import orbax_safetensors_layout as osl\n"
         "columns = osl.Mapping([osl.rule('k_{i}', osl.tensor('a.{i}.w').transpose())])\n"
     )
-    code = main(
-        ["plan", str(tmp_path), "--mesh", "x=8", "--hosts", "8", "--latency", "1ms",
-         "--mapping", f"{tmp_path}/maps.py:columns", "--spec", "'.*' = x"]
-    )  # fmt: skip
-    assert code == 0
+    arguments = ["plan", str(tmp_path), "--mesh", "x=8", "--hosts", "8", "--latency", "1ms"]
+    arguments += ["--mapping", f"{tmp_path}/maps.py:columns", "--spec", "'.*' = x"]
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "k_{0..2}" in out
     assert "64.6 kB read for 8.19 kB needed" in out
-    assert "replicated='read_once'" in out
+    assert "too: store it in shards" in out
     assert "dimension 0" not in out
+    slow = ["--bandwidth", "100MB/s", "--host-bandwidth", "50kB/s"]
+    for rates, advised in (([], False), (slow, True)):  # only where it saves time
+        assert main([*arguments, "--replicated", "each", *rates]) == 0
+        assert ("replicated='auto'" in capsys.readouterr().out) == advised
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("rate", "exchanges"), [("1MB/s", True), ("100GB/s", False)])
+def test_auto_goes_by_the_rate_of_a_host(tmp_path, capsys, mapped, rate, exchanges):
+    save(tmp_path, {"w": np.zeros((1024, 1024), np.float32)})
+    arguments = ["plan", str(tmp_path), "--mesh", "x=4", "--hosts", "4", "--json"]
+    arguments += ["--spec", "'.*' = replicated", "--bandwidth", "4MB/s", "--host-bandwidth", rate]
+    if mapped:
+        (tmp_path / "maps.py").write_text(
+            "import orbax_safetensors_layout as osl\n"
+            "same = osl.Mapping([osl.rule('w', osl.tensor('w'))])\n"
+        )
+        arguments += ["--mapping", f"{tmp_path}/maps.py:same"]
+    assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["total"]["exchanged_bytes"] > 0) == exchanges
 
 
 @pytest.mark.parametrize("replicated", ["each", "read_once"])

@@ -338,14 +338,22 @@ def test_what_is_read_faster_than_gathered_is_not_planned():
     kind = LeafKind.of(replicas, stored, 4)
     assert kind.gathered_bytes == 64
     equal = int(stored * exchange.rates.exchange(replicas.grid).bytes_per_second / 1e9)
-    assert not exchange.may_gain(kind._replace(gathered_bytes=equal + 1), 2)
-    assert exchange.may_gain(kind._replace(gathered_bytes=equal - 1), 2)
-    # All leaves together are read in part meanwhile.
-    assert not exchange.load_may_gain(stored, 2, [(kind._replace(gathered_bytes=equal), 1)])
-    assert exchange.load_may_gain(stored, 2, [(kind, 1)])
+    # An exchange reads half of it.
+    slow, fast = (kind._replace(gathered_bytes=int(equal / 2 * n)) for n in (1.01, 0.99))
+    assert not exchange.may_gain(slow, 2)
+    assert exchange.may_gain(fast, 2)
+    for beside in (0, stored):  # bytes that are read whoever reads the others
+        assert not exchange.load_may_gain(stored + beside, 2, [(slow, 1)])
+        assert exchange.load_may_gain(stored + beside, 2, [(fast, 1)])
     # Where rows may be read several times, reading has no such bound.
-    again = ExchangePolicy.of(options, "local", "tpu")
-    assert again.may_gain(kind._replace(gathered_bytes=100 * stored), 2)
+    for budget, gains in ((stored, False), (stored - 1, True)):
+        again = ExchangePolicy.of(
+            osl.ReadOptions(bandwidth_bytes_per_second={"local": 1e9}, memory_budget_bytes=budget),
+            "local",
+            "tpu",
+        )
+        assert again.may_gain(slow, 2)
+        assert again.load_may_gain(stored, 2, [(slow, 1)]) == gains
 
 
 def test_columns_of_arrays_beyond_the_range_of_64_bits():

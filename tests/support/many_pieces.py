@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -92,6 +93,18 @@ def write(folder: Path, tensors: list[Stored], files: int, *, scattered: bool = 
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         (folder / name).write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+
+
+def write_holes(file: Path, tensors: list[Stored]) -> None:
+    """Writes whole tensors to a file: the header, and a hole, which takes no disk."""
+    header, at = {}, 0
+    for name, shape, dtype in tensors:
+        stop = at + math.prod(shape) * ITEMSIZE[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + at)
 
 
 def differing(loaded: dict[str, np.ndarray], tensors: list[Stored]) -> Iterator[str]:
