@@ -15,7 +15,9 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import orbax_safetensors_layout as osl
@@ -26,6 +28,7 @@ NOTEBOOK = "examples/walkthrough.ipynb"
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 # What is public in these.
 MODULES = {"families": ["mapping"], "peft": ["load", "config", "merge", "save"]}
+HTML_LINK = re.compile(r'\s(?:href|src)="?([^\s">]+)')
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 
@@ -53,6 +56,25 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Makes links of `docs/` to the files above it those of the site, where all lie together."""
     return LINK.sub(lambda m: m[1] + _in_site(m[2]) + m[3], markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Raises where a link of a page leads to nothing in the site."""
+    site = Path(config.site_dir)
+    dead = [
+        f"{page.relative_to(site)}: {target}"
+        for page in site.rglob("*.html")
+        if page.name != "404.html"  # whose links begin at the site's address
+        for target in HTML_LINK.findall(page.read_text())
+        if "://" not in target and not target.startswith(("#", "data:", "mailto:"))
+        if not _leads(page.parent / unquote(target.partition("#")[0]))
+    ]
+    if dead:
+        raise PluginError(f"{len(dead)} links lead nowhere: {', '.join(sorted(dead)[:9])}")
+
+
+def _leads(place: Path) -> bool:
+    return place.is_file() or (place / "index.html").is_file()
 
 
 def _in_site(target: str) -> str:

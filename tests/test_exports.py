@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from programs import run_alone
+from programs import REPOSITORY, run_alone
 
 import orbax_safetensors_layout as osl
 
@@ -90,7 +90,7 @@ def test_submodule_import_does_not_replace_the_function_of_that_name():
 
 
 def test_version_is_pyprojects():
-    pyproject = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     assert osl.__version__ == pyproject["project"]["version"]
 
 
