@@ -368,7 +368,7 @@ def _sidecar_files(
     reader: CheckpointReader, config: PathLike | None, *, code: bool
 ) -> dict[str, bytes]:
     if config is not None:
-        return read_sidecar_files(config, code=code, required=True)
+        return read_sidecar_files(config, code=code, required="config=")
     if isinstance(reader, SafetensorsReader) and reader.kind == "hf":
         return read_sidecar_files(reader.path, storage=reader.storage, code=code)
     return {}

@@ -9,8 +9,9 @@ from typing import Any
 
 import orbax.checkpoint.experimental.v1 as ocp
 
-from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog import discover, is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, listed
+from orbax_safetensors_layout.storage import open_storage
 
 from . import _orbax, routing, settings
 from .background import in_background
@@ -55,11 +56,11 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         return [*await in_background(_items, path)]
 
     async def validate_checkpointables(self, path: ocp.path.Path) -> None:
-        """Checks, by names alone, that there is a checkpoint; else an `InvalidLayoutError`."""
+        """Checks, by names alone, that there is a checkpoint; else a `CheckpointNotFoundError`."""
         await in_background(_required_items, path)
 
     async def validate(self, path: ocp.path.Path, checkpointable_name: str | None) -> None:
-        """Checks, by names alone, that it is there; else an `InvalidLayoutError`."""
+        """Checks, by names alone, that it is there, in a checkpoint; else an `InvalidLayoutError`."""
         await in_background(_locate, path, checkpointable_name)
 
     def metadata(self, path: Any, checkpointable_name: str | None = _NOT_GIVEN) -> Any:
@@ -243,15 +244,11 @@ def _items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
 
 def _required_items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
     items = _items(path)
-    if items:
-        return items
-    if path.is_dir():
-        text = f"Directory '{path}' does not contain any '.safetensors' files, nor does one in it."
-    elif path.exists():
-        text = f"File '{path}' does not have a '.safetensors' suffix."
-    else:
-        text = f"Path '{path}' is neither a file nor a directory or does not exist."
-    raise ocp.errors.InvalidLayoutError(text)
+    if not items:
+        storage, place = open_storage(path)
+        with storage:
+            discover(storage, place)  # raises what is there instead
+    return items
 
 
 def _other_names(path: ocp.path.Path, items: Collection[str]) -> list[str]:

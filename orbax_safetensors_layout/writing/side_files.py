@@ -114,14 +114,14 @@ def read_sidecar_files(
     *,
     storage: Storage | None = None,
     code: bool = False,
-    required: bool = False,
+    required: str | None = None,
 ) -> dict[str, bytes]:
     """Returns the side files of a Hugging Face folder, or that one file, by name.
 
     They are those of the version that a `storage` has pinned, if it is given. Names of files in
     folders are paths; with `code` the modules that a configuration may name are among them. Links
     in a local folder may lead to files below it, and from a snapshot of the hub's cache to its
-    blobs.
+    blobs. Where there have to be some, `required` is the name of the argument.
     """
     folder = os.fsdecode(path)
     with contextlib.ExitStack() as stack:
@@ -141,10 +141,11 @@ def read_sidecar_files(
             for name, file in files.items()
         }
     if required and not data:
+        is_missing = storage.kind == "local" and not os.path.exists(folder)
         raise CheckpointNotFoundError(
-            "no config.json, tokenizer or similar file is there",
-            file=path,
-            expected="a folder with such files, or one of them",
+            f"{required} names {'a path that does not exist' if is_missing else 'no such files'}",
+            file=folder,
+            expected="a folder with config.json, a tokenizer or similar files, or one of them",
         )
     return data
 
@@ -152,7 +153,7 @@ def read_sidecar_files(
 def model_files(model: PathLike | Mapping[str, bytes], *, code: bool) -> dict[str, bytes]:
     """Returns the side files of `WriteOptions.model`."""
     if not isinstance(model, Mapping):
-        return read_sidecar_files(model, code=code, required=True)
+        return read_sidecar_files(model, code=code, required="WriteOptions(model=...)")
     folders = {name.rpartition("/")[0] for name in model}
     for name in model:
         if appearance_rank(name) is not None or name.startswith(PIECES_FOLDER) or name in folders:

@@ -242,14 +242,15 @@ def test_options_of_orbax_context(installed, tmp_path, storage_reads):
 def test_missing_path_and_wrong_file(safetensors_layout, tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"")
     (tmp_path / "empty").mkdir()
-    for name, cause in {
-        "nowhere": "neither a file nor a directory",
-        "weights.bin": "does not have a '.safetensors' suffix",
-        "empty": "does not contain any '.safetensors' files",
+    for name, problem in {
+        "nowhere": "the path does not exist",
+        "weights.bin": "a file of another format",
+        "empty": "the folder does not contain any '.safetensors' files",
     }.items():
-        with pytest.raises(ocp.errors.InvalidLayoutError) as caught:
-            ocp.load(tmp_path / name)
-        assert cause in str(caught.value.__cause__)
+        for call in (ocp.load, ocp.load_checkpointables, ocp.metadata):
+            with pytest.raises(osl.CheckpointNotFoundError, match=problem) as caught:
+                call(tmp_path / name)
+            assert caught.value.file == str(tmp_path / name)
 
 
 def test_errors_keep_the_words_of_the_builtin_layout(safetensors_layout, folder, tmp_path):

@@ -448,7 +448,7 @@ def test_companions(tmp_path, hf):
     osl.convert(tmp_path / "orbax", tmp_path / "one", config=hf / "config.json")
     assert (tmp_path / "one" / "config.json").exists()
     assert not (tmp_path / "one" / "tokenizer.model").exists()
-    with pytest.raises(osl.CheckpointNotFoundError, match="tokenizer or similar file"):
+    with pytest.raises(osl.CheckpointNotFoundError, match="config= names a path that does"):
         osl.convert(tmp_path / "orbax", tmp_path / "no", config=tmp_path / "nowhere")
 
 

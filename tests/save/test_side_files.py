@@ -57,8 +57,12 @@ def test_a_save_takes_the_files_of_a_model_along(tmp_path, model):
     assert osl.load(tmp_path / "out")["w"].tolist() == TENSORS["w"].tolist()
     osl.save(tmp_path / "bare", TENSORS)
     assert beside(tmp_path / "bare") == {}
-    with pytest.raises(osl.CheckpointNotFoundError, match="tokenizer or similar file"):
+    with pytest.raises(osl.CheckpointNotFoundError, match=r"model=\.\.\.\) names a path that does"):
         osl.save(tmp_path / "none", TENSORS, options=osl.WriteOptions(model=tmp_path / "nowhere"))
+    with pytest.raises(osl.CheckpointNotFoundError, match="names no such files") as caught:
+        relative = os.path.relpath(tmp_path / "bare")
+        osl.save(tmp_path / "none", TENSORS, options=osl.WriteOptions(model=relative))
+    assert caught.value.file == str(tmp_path / "bare")
     assert not (tmp_path / "none").exists()
 
 
@@ -202,7 +206,7 @@ def test_the_files_of_a_model_by_name(tmp_path, model):
 
 def test_a_handler_reads_the_files_of_a_model_when_it_is_made(tmp_path, model):
     """So that no step is lost to a model that went away, nor to a misspelt one."""
-    with pytest.raises(osl.CheckpointNotFoundError, match="tokenizer or similar file"):
+    with pytest.raises(osl.CheckpointNotFoundError, match=r"model=\.\.\.\) names a path that does"):
         osl.SafetensorsCheckpointHandler(write=osl.WriteOptions(model=tmp_path / "misspelt"))
     handler = osl.SafetensorsCheckpointHandler(write=osl.WriteOptions(model=model))
     with (

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Mapping as Dict, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, get_args, get_type_hints
 
-from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import MappingError, listed
+from orbax_safetensors_layout.catalog import Catalog, nearest_names
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError, listed
 from orbax_safetensors_layout.format import short_repr
 
 from ..expr.expression import tensor
@@ -158,7 +158,7 @@ def family_mapping(family: str, models: str) -> _Family:
 
 def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping:
     """Return the mapping of a family, by default that of the configuration's `model_type`."""
-    parsed: Any = read_config(config) if isinstance(config, str | os.PathLike) else config
+    parsed: Any = _read(config) if isinstance(config, str | os.PathLike) else config
     if not isinstance(parsed, Dict):
         what = "a mapping needs a model's configuration"
         expected = "a checkpoint's folder, its config.json, or what that holds as a dict"
@@ -189,6 +189,18 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
         builder = dataclasses.replace(builder, scan=False)
     mapping = builder.build(tree)
     return mapping if source is None else mapping.over(source)
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        return read_config(path)
+    except CheckpointNotFoundError as error:
+        nearest = nearest_names(os.path.basename(os.fsdecode(path)), FAMILIES, "families")
+        error.hint = (
+            "Give a model's folder, its config.json, or what that holds as a dict; families are"
+            f" functions that take it, as osl.families.llama(folder). {nearest or ''}".rstrip()
+        )
+        raise
 
 
 def _decoded(
