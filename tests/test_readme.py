@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
+import inspect
 import json
+import operator
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -15,6 +19,7 @@ from checkpoints import llama_like, save
 from programs import REPOSITORY
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.cli.main import parser
 
 README = REPOSITORY / "README.md"
 DOCS = REPOSITORY / "docs"
@@ -67,6 +72,7 @@ def result(folder) -> subprocess.CompletedProcess[str]:
     for page, text in TEXTS.items():
         (folder / f"{page.stem}.py").write_text(script(text), encoding="utf-8")
     files = [f"{page.stem}.py" for page in PAGES]
+    files.insert(0, f"{README.stem}.py")  # which goes on where it is, when it is run again
     program = f"for file in {files}: exec(compile(open(file).read(), file, 'exec'))"
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
@@ -99,6 +105,42 @@ def test_the_readme_goes_from_hugging_face_to_a_run_and_back(result, folder):
     for name, tensor in TENSORS.items():  # but for the payloads of NaN, by way of float32
         assert exported[name].dtype == tensor.dtype
         np.testing.assert_array_equal(exported[name].astype("f4"), tensor.astype("f4"), name)
+
+
+def blocks(language):
+    """The blocks of a language on all pages, of which one says where it is."""
+    pages = {**TEXTS, REPOSITORY / "CONTRIBUTING.md": (REPOSITORY / "CONTRIBUTING.md").read_text()}
+    found = re.compile(rf"^```{language}\n(.*?)^```$", re.S | re.M)
+    return [(page.name, block) for page, text in pages.items() for block in found.findall(text)]
+
+
+def test_blocks_that_need_what_is_not_here_call_what_there_is():
+    """A bucket, or a model with vision; all other Python runs above."""
+    calls = 0
+    for page, block in blocks("py"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("osl."):
+                function = operator.attrgetter(ast.unparse(node.func)[4:])(osl)
+                named = {keyword.arg: None for keyword in node.keywords}
+                assert inspect.signature(function).bind(*node.args, **named), page
+                calls += 1
+    assert calls > 5
+
+
+def test_commands_of_the_shell_are_understood():
+    """Those of this package by its own parser; what else there is has to be in the repository."""
+    lines = [line for _, block in blocks("(?:sh|bash)") for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if line and line[0] != "#"]
+    assert len(commands) > 12
+    for command, *arguments in commands:
+        if command == "orbax-safetensors":
+            parser().parse_args(arguments)
+        elif command in ("python", "python3") and arguments[0] != "-m":
+            assert (REPOSITORY / arguments[0]).is_file()
+            if arguments[0] == ".ci/do.py":
+                assert f'    "{arguments[1]}": Task(' in (REPOSITORY / arguments[0]).read_text()
+        else:
+            assert [command, arguments[0]] in (["pip", "install"], ["python3", "-m"])
 
 
 def test_names_of_the_package_exist():
