@@ -147,7 +147,7 @@ def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument(
         "--mapping",
         "--family",
-        metavar="NAME[:TARGET]|MODULE:ATTRIBUTE",
+        metavar="NAME|MODULE:ATTRIBUTE",
         help=f"{help}: a ready mapping of osl.families, as 'llama:maxtext-unscanned', 'auto:tunix'"
         " to go by config.json, or an osl.Mapping of a Python module or FILE.py",
     )

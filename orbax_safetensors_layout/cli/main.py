@@ -6,9 +6,11 @@ import argparse
 import importlib.metadata
 import io
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import NoReturn
 
 from orbax_safetensors_layout.errors import InvalidArgumentError, SafetensorsLayoutError
 
@@ -20,6 +22,9 @@ from .sigint import INTERRUPTED, clean_interrupts
 
 COMMANDS = (inspect.COMMAND, plan.COMMAND, verify.COMMAND, CONVERT, CONSOLIDATE, families.COMMAND)
 _EXPECTED = (SafetensorsLayoutError, OSError, ValueError, ImportError)
+_COLUMNS = 76
+# A word of a command, quoted or not, with the option that it belongs to.
+_WORD = re.compile(r"""(?:--[\w-]+ (?!-))?(?:[^\s"']|"[^"]*"|'[^']*')+""")
 _FINDING, _MISUSE, _NO_READER = 1, 2, 141  # the last where the reader of stdout is gone
 
 
@@ -65,9 +70,27 @@ def _version() -> str:
         return "(not installed)"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are as those of commands, without all options before them."""
+
+    def error(self, message: str) -> NoReturn:
+        Output().error(f"{message}; see {self.prog} --help")
+        self.exit(_MISUSE)
+
+
+def _as_typed(example: str) -> str:
+    """Return a command in lines of a narrow terminal, which a shell takes as one."""
+    lines = [f"  {PROGRAM}"]
+    for word in _WORD.findall(example):
+        if len(lines[-1]) + len(word) > _COLUMNS:
+            lines.append("     ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    root = argparse.ArgumentParser(
+    root = _Parser(
         prog=PROGRAM,
         description="Hugging Face safetensors checkpoints for Orbax and JAX.",
         epilog=f"{PROGRAM} COMMAND --help says more. Exit codes: 0, 1 where something is wrong"
@@ -76,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
     subparsers = root.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        lines = "".join(f"\n  {PROGRAM} {example}" for example in command.examples)
+        lines = "".join(f"\n{_as_typed(example)}" for example in command.examples)
         subparser = subparsers.add_parser(
             command.name,
             help=command.help,

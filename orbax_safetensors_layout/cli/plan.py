@@ -58,21 +58,24 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         " FILE.py; its shardings count where it has some",
     )
     add("--concurrency", type=int, metavar="N", help="requests at once")
-    add("--latency", type=argument(parse_seconds), help="of a request, as 20ms")
+    add("--latency", type=argument(parse_seconds), metavar="TIME", help="of a request, as 20ms")
     add(
         "--bandwidth",
         type=argument(parse_size),
+        metavar="RATE",
         help="of one stream, as 500MB/s, 2GiB/s; says with --latency which gaps are read through",
     )
     add(
         "--host-bandwidth",
         type=argument(parse_size),
+        metavar="RATE",
         help="of a host with all its streams; default: local files one stream's, else all streams',"
         " at most 25 Gbit/s",
     )
     add(
         "--shared-bandwidth",
         type=argument(parse_size),
+        metavar="RATE",
         help="of the storage, for all hosts together; default 25GB/s",
     )
     add(
@@ -84,7 +87,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_memory_budget(parser)
     add_cache(parser)
-    add("--top", type=int, default=5, help="how many costly tensors to name")
+    add("--top", type=int, default=5, metavar="N", help="how many costly tensors to name")
     add(
         "--compare",
         action="append",

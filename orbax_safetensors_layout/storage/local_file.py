@@ -109,9 +109,9 @@ class PinnedFile:
         except FileNotFoundError as error:
             if folder is not None and folder.is_moved():
                 raise replaced(name) from error
-            folder = os.path.dirname(name)
-            found = None if os.path.isdir(folder) else f"there is no folder {folder!r} either"
-            raise CheckpointNotFoundError("no such file", file=name, found=found) from error
+            above = os.path.dirname(name)
+            also = None if os.path.isdir(above) else f"there is no folder {above!r} either"
+            raise CheckpointNotFoundError("no such file", file=name, found=also) from error
         except OSError as error:
             raise StorageError("cannot open the file", file=name, found=error.strerror) from error
         with closed_on_error(self.fd), storage_errors("cannot open the file", name):

@@ -44,19 +44,26 @@ def test_errors_take_one_line(tmp_path):
     assert done.stderr.startswith("orbax-safetensors: the checkpoint is not stored in pieces")
     assert done.stderr.count("\n") == 1
     assert "Traceback" in run("consolidate", tmp_path / "whole", "--debug").stderr
-    assert run("consolidate").returncode == 2
-    assert run("nothing").returncode == 2
+    for arguments in (("consolidate",), ("nothing",), ("plan", "x", "--mesh", "foo=")):
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("orbax-safetensors: ")
+        assert done.stderr.endswith(" --help\n")
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_every_verb_has_help_with_an_example(command, capsys):
+def test_every_verb_has_help_with_an_example(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stopped:
         main([command.name, "--help"])
     assert not stopped.value.code
     shown = capsys.readouterr().out
     assert "example" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    typed = shown.replace(" \\\n     ", "")  # as a shell joins them
     for example in command.examples:
-        assert f"  orbax-safetensors {example}" in shown
+        assert f"  orbax-safetensors {example}" in typed
         assert example.split()[0] == command.name
 
 
