@@ -6,7 +6,7 @@ python3 .ci/do.py test [PYTEST ARGS]     install, run the whole test suite
 python3 .ci/do.py test-oldest [...]      with the oldest supported dependencies, the tests of what
                                          calls them, without what is slow (all: tests -m "not soak")
 python3 .ci/do.py lint                   install, run ruff and mypy
-python3 .ci/do.py docs                   install, build the site into `site/`
+python3 .ci/do.py docs                   install, build the site into `site/`, test its links
 python3 .ci/do.py beside                 resolve an installation beside Tunix, and beside MaxText
 
 The environments are in `.venv` and `.venv-oldest` beside this folder (with OSL_VENV=path in
@@ -74,7 +74,14 @@ TASKS = {
         "dev",
         (("-m", "ruff", "check"), ("-m", "ruff", "format", "--check"), ("-m", "mypy")),
     ),
-    "docs": Task("docs", (("-m", "mkdocs", "--quiet", "build", "--strict"),)),
+    # Without --quiet, which drops warnings before --strict counts them.
+    "docs": Task(
+        "docs",
+        (
+            ("-m", "mkdocs", "build", "--strict"),
+            ("-m", "pytest", "--noconftest", "--quiet", "tests/test_site.py"),
+        ),
+    ),
 }
 
 
