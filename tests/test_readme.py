@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,8 +68,21 @@ def result(folder) -> subprocess.CompletedProcess[str]:
     (folder / "llama" / "config.json").write_text(json.dumps(CONFIG))
     for page, text in TEXTS.items():
         (folder / f"{page.stem}.py").write_text(script(text), encoding="utf-8")
-    files = [f"{page.stem}.py" for page in PAGES]
-    program = f"for file in {files}: exec(compile(open(file).read(), file, 'exec'))"
+    return run_pages(folder, PAGES)
+
+
+@pytest.fixture(scope="module")
+def second(result, folder) -> subprocess.CompletedProcess[str]:
+    """The README's program once more, where the first one has left its folders."""
+    return run_pages(folder, (README,), "assert 'step' not in globals()")  # of the loop's body
+
+
+def run_pages(
+    folder: Path, pages: Sequence[Path], after: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """The code of pages as one program."""
+    files = [f"{page.stem}.py" for page in pages]
+    program = f"for file in {files}: exec(compile(open(file).read(), file, 'exec'))\n{after}"
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         cwd=folder,
@@ -99,6 +114,11 @@ def test_the_readme_goes_from_hugging_face_to_a_run_and_back(result, folder):
     for name, tensor in TENSORS.items():  # but for the payloads of NaN, by way of float32
         assert exported[name].dtype == tensor.dtype
         np.testing.assert_array_equal(exported[name].astype("f4"), tensor.astype("f4"), name)
+
+
+def test_the_readme_runs_again_and_goes_on_with_its_run(second, folder):
+    assert second.returncode == 0, second.stderr
+    test_the_readme_goes_from_hugging_face_to_a_run_and_back(second, folder)
 
 
 def test_names_of_the_package_exist():
