@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 import os
 import re
 import subprocess
@@ -13,46 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import llama_like, save
+from documents import PAGES, README, TENSORS, TEXTS, blocks, save_llama
 from programs import REPOSITORY
 
 import orbax_safetensors_layout as osl
 
-README = REPOSITORY / "README.md"
-DOCS = REPOSITORY / "docs"
-FIRST = (README, DOCS / "load.md", DOCS / "training.md")  # whose names the other pages use
-PAGES = (*FIRST, *sorted({*DOCS.glob("*.md")}.difference(FIRST)))
-TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 EVERYTHING = "\n".join(TEXTS.values())
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "vocab_size": 4096,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
-
-TENSORS = llama_like(hidden=512)
-# What a reader's Llama has besides.
-for layer in ("model.layers.0.", "model.layers.1."):
-    TENSORS[layer + "self_attn.v_proj.weight"] = TENSORS[layer + "self_attn.k_proj.weight"]
-    TENSORS[layer + "mlp.gate_proj.weight"] = TENSORS[layer + "mlp.up_proj.weight"]
-    TENSORS[layer + "post_attention_layernorm.weight"] = TENSORS["model.norm.weight"]
-TENSORS["lm_head.weight"] = TENSORS["model.embed_tokens.weight"]
 
 
 def script(text: str) -> str:
     """The Python blocks alone, each line at its number in the page, so that tracebacks fit."""
-    lines, language = [], None
-    for line in text.splitlines():
-        if line.startswith("```"):
-            language = line.removeprefix("```") if language is None else None
-            lines.append("")
-        else:
-            lines.append(line if language == "python" else "")
-    assert language is None, "a block is not closed"
+    lines = [""] * (text.count("\n") + 1)
+    for block in blocks(text):
+        if block.language == "python":
+            inside = block.text.splitlines()
+            lines[block.line - 1 : block.line - 1 + len(inside)] = inside
     return "\n".join(lines)
 
 
@@ -64,8 +38,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def result(folder) -> subprocess.CompletedProcess[str]:
     """One program: the README's code, and after it that of each page."""
-    save(folder / "llama", TENSORS, files=3)
-    (folder / "llama" / "config.json").write_text(json.dumps(CONFIG))
+    save_llama(folder / "llama")
     for page, text in TEXTS.items():
         (folder / f"{page.stem}.py").write_text(script(text), encoding="utf-8")
     return run_pages(folder, PAGES)
