@@ -6,8 +6,11 @@ python3 .ci/do.py test [PYTEST ARGS]     install, run the whole test suite
 python3 .ci/do.py test-oldest [...]      with the oldest supported dependencies, the tests of what
                                          calls them, without what is slow (all: tests -m "not soak")
 python3 .ci/do.py lint                   install, run ruff and mypy
-python3 .ci/do.py docs                   install, build the site into `site/`
+python3 .ci/do.py docs                   install, build the site into `site/`, test its links
 python3 .ci/do.py beside                 resolve an installation beside Tunix, and beside MaxText
+python3 .ci/do.py release [PYTEST ARGS]  build sdist and wheel, check them, install the wheel in an
+                                         empty environment, run the quickstart and the tests out
+                                         of the sdist there, and leave both in `dist/`
 
 The environments are in `.venv` and `.venv-oldest` beside this folder (with OSL_VENV=path in
 `path` and `path-oldest`) and are used again until pyproject.toml or the pins change.
@@ -22,8 +25,11 @@ import hashlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -32,6 +38,7 @@ from typing import Any, NamedTuple, NoReturn
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYPROJECT = REPOSITORY / "pyproject.toml"
 OLDEST = REPOSITORY / ".ci" / "oldest.txt"
+PACKAGE = "orbax_safetensors_layout"
 RETRY_AFTER_SECONDS = (5, 30)
 REQUIRE_TORCH = "OSL_TRANSFORMERS"
 UV_SETTINGS = {"index-url": "UV_DEFAULT_INDEX", "find-links": "UV_FIND_LINKS"}
@@ -74,8 +81,14 @@ TASKS = {
         "dev",
         (("-m", "ruff", "check"), ("-m", "ruff", "format", "--check"), ("-m", "mypy")),
     ),
-    # With --quiet it would drop warnings before it counts them.
-    "docs": Task("docs", (("-m", "mkdocs", "build", "--strict"),)),
+    # Without --quiet, which drops warnings before --strict counts them.
+    "docs": Task(
+        "docs",
+        (
+            ("-m", "mkdocs", "build", "--strict"),
+            ("-m", "pytest", "--noconftest", "--quiet", "tests/test_site.py"),
+        ),
+    ),
 }
 
 
@@ -99,10 +112,10 @@ def clean_environment() -> dict[str, str]:
     return kept
 
 
-def run(*command: str | Path, quiet: bool = False) -> int:
+def run(*command: str | Path, quiet: bool = False, folder: Path = REPOSITORY) -> int:
     output = subprocess.DEVNULL if quiet else None
     return subprocess.run(
-        command, cwd=REPOSITORY, env=clean_environment(), stdout=output, stderr=output, check=False
+        command, cwd=folder, env=clean_environment(), stdout=output, stderr=output, check=False
     ).returncode
 
 
@@ -208,18 +221,13 @@ def fingerprint(task: Task) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def prepare(task: Task) -> Path:
-    """The environment's Python, with all that the task needs."""
-    environment = folder(oldest=task.oldest)
-    stamp = environment / f"ready-{task.extra or 'package'}"
-    if stamp.is_file() and stamp.read_text() == fingerprint(task):
-        return python_in(environment)
-    create(environment)
+def install_for(task: Task, environment: Path, *package: str) -> None:
+    """Installs all that a task needs, the package from what the last of `package` names."""
     extra = extra_for(task, environment)
-    target = f".[{extra}]" if extra else "."
+    target = f"{package[-1]}[{extra}]" if extra else package[-1]
     print(f"installing {target} into {environment}", flush=True)
     constraints = ("--constraint", str(OLDEST)) if task.oldest else ()
-    install(environment, *constraints, "--editable", target)
+    install(environment, *constraints, *package[:-1], target)
     groups = pyproject()["dependency-groups"]
     if task.models:
         install(environment, "--no-deps", *groups["models"])
@@ -229,6 +237,61 @@ def prepare(task: Task) -> Path:
         for packer in groups["packers"]:
             if run(*uv_command(environment, "install"), "--no-deps", packer):
                 print(f"{packer} cannot be installed: its test will be skipped", flush=True)
+
+
+def release(arguments: list[str]) -> int:
+    """What a user gets of a version, tried as a user has it: the wheel, and the sdist's tests."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tools, empty = Path(scratch) / "tools", Path(scratch) / "empty"
+        built, sources = Path(scratch) / "dist", Path(scratch) / "sources"
+        create(tools)
+        install(tools, "build", "twine")
+        if code := run(
+            python_in(tools), "-m", "build", "--outdir", built
+        ):  # the wheel of the sdist
+            return code
+        (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+        if code := run(python_in(tools), "-m", "twine", "check", "--strict", wheel, sdist):
+            return code
+        with tarfile.open(sdist) as archive:
+            archive.extractall(sources, filter="data")
+        (unpacked,) = sources.iterdir()
+        create(empty)
+        for name, command in (("quickstart", ()), ("test", arguments)):
+            task = TASKS[name]
+            install_for(task, empty, str(wheel))
+            use_installed(empty, unpacked)
+            for program in task.commands:
+                if code := run(python_in(empty), *program, *command, folder=unpacked):
+                    return code
+        shutil.copytree(built, REPOSITORY / "dist", dirs_exist_ok=True)
+        print(f"{wheel.name} and {sdist.name} are in dist/", flush=True)
+    return 0
+
+
+def use_installed(environment: Path, unpacked: Path) -> None:
+    """Makes the wheel's files those that tests find beside themselves, too, if it has them all."""
+    schemes = {"base": str(environment), "platbase": str(environment)}
+    installed = Path(sysconfig.get_path("purelib", "venv", schemes)) / PACKAGE
+    beside = unpacked / PACKAGE
+    if beside.is_symlink():
+        return
+    for file in beside.rglob("*"):
+        copy = installed / file.relative_to(beside)
+        if file.is_file() and not (copy.is_file() and copy.read_bytes() == file.read_bytes()):
+            give_up(f"the wheel lacks {file.relative_to(unpacked)}, or has another")
+    shutil.rmtree(beside)
+    beside.symlink_to(installed, target_is_directory=True)
+
+
+def prepare(task: Task) -> Path:
+    """The environment's Python, with all that the task needs."""
+    environment = folder(oldest=task.oldest)
+    stamp = environment / f"ready-{task.extra or 'package'}"
+    if stamp.is_file() and stamp.read_text() == fingerprint(task):
+        return python_in(environment)
+    create(environment)
+    install_for(task, environment, "--editable", ".")
     stamp.write_text(fingerprint(task))
     return python_in(environment)
 
@@ -246,6 +309,8 @@ def python_matches(environment: Path) -> bool:
 def main(arguments: list[str]) -> int:
     if arguments == ["beside"]:
         return resolve_beside()
+    if arguments[:1] == ["release"]:
+        return release(arguments[1:])
     if not arguments or arguments[0] not in TASKS:
         print(__doc__, file=sys.stderr)
         return 2

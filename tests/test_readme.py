@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
-import inspect
-import json
-import operator
 import os
 import re
-import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import llama_like, save
+from documents import PAGES, README, TENSORS, TEXTS, blocks, save_llama
 from programs import REPOSITORY
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.cli.main import parser
 
-README = REPOSITORY / "README.md"
-DOCS = REPOSITORY / "docs"
-FIRST = (README, DOCS / "load.md", DOCS / "training.md")  # whose names the other pages use
-PAGES = (*FIRST, *sorted({*DOCS.glob("*.md")}.difference(FIRST)))
-TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 EVERYTHING = "\n".join(TEXTS.values())
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "vocab_size": 4096,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
-
-TENSORS = llama_like(hidden=512)
-# What a reader's Llama has besides.
-for layer in ("model.layers.0.", "model.layers.1."):
-    TENSORS[layer + "self_attn.v_proj.weight"] = TENSORS[layer + "self_attn.k_proj.weight"]
-    TENSORS[layer + "mlp.gate_proj.weight"] = TENSORS[layer + "mlp.up_proj.weight"]
-    TENSORS[layer + "post_attention_layernorm.weight"] = TENSORS["model.norm.weight"]
-TENSORS["lm_head.weight"] = TENSORS["model.embed_tokens.weight"]
 
 
 def script(text: str) -> str:
     """The Python blocks alone, each line at its number in the page, so that tracebacks fit."""
-    lines, language = [], None
-    for line in text.splitlines():
-        if line.startswith("```"):
-            language = line.removeprefix("```") if language is None else None
-            lines.append("")
-        else:
-            lines.append(line if language == "python" else "")
-    assert language is None, "a block is not closed"
+    lines = [""] * (text.count("\n") + 1)
+    for block in blocks(text):
+        if block.language == "python":
+            inside = block.text.splitlines()
+            lines[block.line - 1 : block.line - 1 + len(inside)] = inside
     return "\n".join(lines)
 
 
@@ -67,13 +38,24 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def result(folder) -> subprocess.CompletedProcess[str]:
     """One program: the README's code, and after it that of each page."""
-    save(folder / "llama", TENSORS, files=3)
-    (folder / "llama" / "config.json").write_text(json.dumps(CONFIG))
+    save_llama(folder / "llama")
     for page, text in TEXTS.items():
         (folder / f"{page.stem}.py").write_text(script(text), encoding="utf-8")
-    files = [f"{page.stem}.py" for page in PAGES]
-    files.insert(0, f"{README.stem}.py")  # which goes on where it is, when it is run again
-    program = f"for file in {files}: exec(compile(open(file).read(), file, 'exec'))"
+    return run_pages(folder, PAGES)
+
+
+@pytest.fixture(scope="module")
+def second(result, folder) -> subprocess.CompletedProcess[str]:
+    """The README's program once more, where the first one has left its folders."""
+    return run_pages(folder, (README,), "assert 'step' not in globals()")  # of the loop's body
+
+
+def run_pages(
+    folder: Path, pages: Sequence[Path], after: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """The code of pages as one program."""
+    files = [f"{page.stem}.py" for page in pages]
+    program = f"for file in {files}: exec(compile(open(file).read(), file, 'exec'))\n{after}"
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         cwd=folder,
@@ -107,40 +89,9 @@ def test_the_readme_goes_from_hugging_face_to_a_run_and_back(result, folder):
         np.testing.assert_array_equal(exported[name].astype("f4"), tensor.astype("f4"), name)
 
 
-def blocks(language):
-    """The blocks of a language on all pages, of which one says where it is."""
-    pages = {**TEXTS, REPOSITORY / "CONTRIBUTING.md": (REPOSITORY / "CONTRIBUTING.md").read_text()}
-    found = re.compile(rf"^```{language}\n(.*?)^```$", re.S | re.M)
-    return [(page.name, block) for page, text in pages.items() for block in found.findall(text)]
-
-
-def test_blocks_that_need_what_is_not_here_call_what_there_is():
-    """A bucket, or a model with vision; all other Python runs above."""
-    calls = 0
-    for page, block in blocks("py"):
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("osl."):
-                function = operator.attrgetter(ast.unparse(node.func)[4:])(osl)
-                named = {keyword.arg: None for keyword in node.keywords}
-                assert inspect.signature(function).bind(*node.args, **named), page
-                calls += 1
-    assert calls > 5
-
-
-def test_commands_of_the_shell_are_understood():
-    """Those of this package by its own parser; what else there is has to be in the repository."""
-    lines = [line for _, block in blocks("(?:sh|bash)") for line in block.splitlines()]
-    commands = [shlex.split(line, comments=True) for line in lines if line and line[0] != "#"]
-    assert len(commands) > 12
-    for command, *arguments in commands:
-        if command == "orbax-safetensors":
-            parser().parse_args(arguments)
-        elif command in ("python", "python3") and arguments[0] != "-m":
-            assert (REPOSITORY / arguments[0]).is_file()
-            if arguments[0] == ".ci/do.py":
-                assert f'    "{arguments[1]}": Task(' in (REPOSITORY / arguments[0]).read_text()
-        else:
-            assert [command, arguments[0]] in (["pip", "install"], ["python3", "-m"])
+def test_the_readme_runs_again_and_goes_on_with_its_run(second, folder):
+    assert second.returncode == 0, second.stderr
+    test_the_readme_goes_from_hugging_face_to_a_run_and_back(second, folder)
 
 
 def test_names_of_the_package_exist():

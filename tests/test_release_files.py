@@ -1,6 +1,7 @@
 """What stands beside the package for those who change, release, cite or report."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -12,6 +13,8 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMMANDS = set(re.findall(r'"\$python" (\.ci/do\.py [\w-]+)', (ROOT / ".ci/run").read_text()))
+RELEASE = ".ci/do.py release"  # not a part of .ci/run: it runs the tests once more
+PYTHONS = {text.rpartition(" :: ")[2] for text in PROJECT["classifiers"] if ":: 3." in text}
 
 
 def test_one_version_and_one_license():
@@ -36,14 +39,36 @@ def test_workflows_run_what_changes_must_pass():
         if line
     }
     assert run == COMMANDS
-    pythons = {text.rpartition(" :: ")[2] for text in PROJECT["classifiers"] if ":: 3." in text}
-    assert set(tests["test"]["strategy"]["matrix"]["python"]) == pythons
+    assert set(tests["test"]["strategy"]["matrix"]["python"]) == PYTHONS
+
+
+def test_a_version_is_tried_as_users_get_it_before_it_is_published():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    assert [(name, job.get("needs")) for name, job in jobs.items()] == [
+        ("tag", None),
+        ("build", "tag"),
+        ("publish", "build"),
+    ]
+    steps = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
+    assert steps == [f"python3 {RELEASE}"]
+    assert set(jobs["build"]["strategy"]["matrix"]["python"]) == PYTHONS
+
+
+def test_the_sdist_has_all_that_tests_read():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    asked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    tracked = {file.partition("/")[0] for file in asked.stdout.split("\n") if file}
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = {path.removeprefix("/") for path in build["targets"]["sdist"]["include"]}
+    always = {".gitignore", "LICENSE", "README.md", "pyproject.toml"}  # by hatchling
+    assert tracked == included | always
 
 
 def test_commands_and_links_of_contributors():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert {f".ci/do.py {name}" for name in ("lint", "test", "test-oldest")} <= COMMANDS
-    assert set(re.findall(r"\.ci/do\.py [\w-]+", text)) <= COMMANDS
+    assert set(re.findall(r"\.ci/do\.py [\w-]+", text)) <= {*COMMANDS, RELEASE}
     for page in ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"):
         body = (ROOT / page).read_text()
         for target in re.findall(r"\]\(([^)]+)\)|`(tests/[\w/.]+)`", body):

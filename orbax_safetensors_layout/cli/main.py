@@ -70,7 +70,7 @@ def _version() -> str:
         return "(not installed)"
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """A parser whose errors are as those of commands, without all options before them."""
 
     def error(self, message: str) -> NoReturn:
@@ -90,7 +90,7 @@ def _as_typed(example: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    root = _Parser(
+    root = _CommandParser(
         prog=PROGRAM,
         description="Hugging Face safetensors checkpoints for Orbax and JAX.",
         epilog=f"{PROGRAM} COMMAND --help says more. Exit codes: 0, 1 where something is wrong"
