@@ -34,6 +34,7 @@ from orbax_safetensors_layout.reading import (
     SourcedLeaf,
     VerifyingReader,
     adopts,
+    exchange_turn,
     exchanging,
     fingerprint_of,
     load_group,
@@ -175,8 +176,10 @@ def begin_requested(
         resources = on_error.pop_all()
 
     def read() -> Any:
-        with resources, frozen_heap(), _explicit_transfer():
-            agreed = planned if _agree(sourced, planned, group) else plan(sourced, exchange=False)
+        turn = exchange_turn() if planned.exchanges else contextlib.nullcontext(True)
+        with resources, frozen_heap(), _explicit_transfer(), turn as has_turn:
+            is_agreed = _agree(sourced, planned, group, has_turn=has_turn)
+            agreed = planned if is_agreed else plan(sourced, exchange=False)
             _log_cost(sourced, ReadPlan.joined(agreed.plans), plan)
             values, stats = _read(agreed, catalog, options, group)
             if isinstance(storage, VerifyingReader):
@@ -347,10 +350,15 @@ def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> 
     return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices)
 
 
-def _agree(sourced: _SourcedLoad, planned: _PlannedLoad, group: ProcessGroup) -> bool:
+def _agree(
+    sourced: _SourcedLoad, planned: _PlannedLoad, group: ProcessGroup, *, has_turn: bool
+) -> bool:
     """Holds a plan against the other processes'; returns False where each must read by itself."""
     catalog, (_, mapping, _, options), *_ = sourced
     fingerprint = fingerprint_of(planned.steps, planned.leaves, options, catalog, mapping)
+    if not has_turn:
+        place = f"{fingerprint.place}, beside another load that process {jax.process_index()} runs"
+        fingerprint = fingerprint._replace(place=place)
     if not planned.exchanges:
         group.arrive(PLANNING, fingerprint)  # each reads by itself, and nobody waits for another
         return True
@@ -359,12 +367,13 @@ def _agree(sourced: _SourcedLoad, planned: _PlannedLoad, group: ProcessGroup) ->
         raise PeerError(
             f"processes cannot exchange what they read: {group.apart}",
             file=catalog.path,
-            hint="Load with replicated='auto' or 'each', or give all processes one path.",
+            hint="Load with replicated='auto' or 'each', or give all processes one path, and let"
+            " one load end before the next begins.",
         )
     if group.apart:
         logging.warning(
             "Loading %s: each process reads all that it needs, since what they exchange might be"
-            " of different checkpoints: %s",
+            " of different checkpoints, or loads: %s",
             catalog.path,
             group.apart,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,7 @@ Gather: TypeAlias = Future[tuple[Any, ...]]
 # Of gathers that this process began before it failed. Others may not have begun them, and one would
 # then answer with the next gather of something else.
 _unfinished: list[Gather] = []
+_turn = threading.Lock()
 _threads: weakref.WeakSet[DaemonThread] = weakref.WeakSet()
 
 
@@ -194,21 +196,27 @@ def values_on_all(value: jax.Array, group: ProcessGroup, doing: str) -> np.ndarr
     """Return all values of an array that several processes have parts of, and gather together.
 
     Raises:
-        PeerError: Another process failed, or did not come.
+        PeerError: Another process failed, or did not come; or a load exchanges meanwhile.
     """
-    if not await_unfinished():
-        raise PeerError(
-            "gathers that this process began before did not end",
-            hint="Restart the program: they failed, or others did not begin them.",
-        )
-    thread = gather_thread()
-    gather = thread.submit(functools.partial(_whole, value))
-    thread.end()
-    try:
-        (whole,) = await_gathered(gather, group, doing)
-    except BaseException:
-        leave_unfinished([gather])
-        raise
+    with exchange_turn() as has_turn:
+        if not has_turn:
+            raise PeerError(
+                "a load of this process exchanges what it reads at the same time",
+                hint="Let it end first: their gathers would answer each other.",
+            )
+        if not await_unfinished():
+            raise PeerError(
+                "gathers that this process began before did not end",
+                hint="Restart the program: they failed, or others did not begin them.",
+            )
+        thread = gather_thread()
+        gather = thread.submit(functools.partial(_whole, value))
+        thread.end()
+        try:
+            (whole,) = await_gathered(gather, group, doing)
+        except BaseException:
+            leave_unfinished([gather])
+            raise
     return np.asarray(whole)
 
 
@@ -225,6 +233,20 @@ def _whole(value: jax.Array) -> tuple[jax.Array, ...]:
 
 def _same(value: jax.Array) -> jax.Array:
     return value
+
+
+@contextlib.contextmanager
+def exchange_turn() -> Iterator[bool]:
+    """Yields whether no other load of this process exchanges in the block.
+
+    The gathers of two have no order that is the same on all processes: they would be mixed.
+    """
+    has_turn = _turn.acquire(blocking=False)
+    try:
+        yield has_turn
+    finally:
+        if has_turn:
+            _turn.release()
 
 
 def gather_thread() -> DaemonThread:

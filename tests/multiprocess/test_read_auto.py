@@ -53,6 +53,15 @@ def test_what_is_cheap_is_read_by_each_and_what_is_dear_once(path, processes):
         assert read[label] == TOTAL, label
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_loads_at_once_do_not_mix_what_they_exchange(path, tmp_path, devices):
+    """They begin in any order; alone, a load exchanges again."""
+    other = write(tmp_path, 1)
+    results = run_processes("two_loads.py", processes=2, devices=devices, paths=[path, other])
+    assert [wrong for wrong, _ in results] == [[], []]
+    assert sum(read for _, read in results) == TOTAL
+
+
 def link(folder, path):
     """Make a link to the folder of a path, and return the path through it."""
     folder.parent.mkdir(parents=True)

@@ -21,7 +21,12 @@ from sampling import every
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format import DTYPES
-from orbax_safetensors_layout.reading import ReplicaExchange, all_gather
+from orbax_safetensors_layout.reading import (
+    ReplicaExchange,
+    all_gather,
+    exchange_turn,
+    values_on_all,
+)
 from orbax_safetensors_layout.reading.all_gather import SendBuffer
 from orbax_safetensors_layout.runtime import ProcessGroup
 from orbax_safetensors_layout.sharding import ReplicaGrid
@@ -228,3 +233,10 @@ def test_columns_of_others_are_exchanged(tmp_path, budget, dtype, sizes, spec, c
     assert loaded.sharding == sharding
     for shard in loaded.addressable_shards:
         assert_same_bits(np.asarray(shard.data), tensor[shard.index])
+
+
+def test_nothing_is_gathered_beside_a_load_that_exchanges():
+    value = jax.numpy.arange(4)
+    with exchange_turn(), pytest.raises(osl.PeerError, match="exchanges what it reads at the same"):
+        values_on_all(value, ProcessGroup.alone(), "gathering tensors")
+    assert values_on_all(value, ProcessGroup.alone(), "gathering tensors").tolist() == [0, 1, 2, 3]
