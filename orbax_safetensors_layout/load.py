@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import heapq
 import logging as standard_logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,6 +57,10 @@ from orbax_safetensors_layout.storage import LocalStorage, RangeReader
 _VERIFYING = "verifying what was read"
 _MUCH, _MUCH_BYTES = 2.0, GIB  # over-read that is warned of
 _UNLIMITED_BYTES = 1 << 60
+_CONVERTED = (
+    "a checkpoint converted to what is loaded, with its mapping and mesh (format 'sharded')"
+)
+_MOST_ADVISED = 2048  # leaves that are planned again for it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +185,7 @@ def begin_requested(
         with resources, frozen_heap(), _explicit_transfer(), turn as has_turn:
             is_agreed = _agree(sourced, planned, group, has_turn=has_turn)
             agreed = planned if is_agreed else plan(sourced, exchange=False)
-            _log_cost(sourced, ReadPlan.joined(agreed.plans), plan)
+            _log_cost(sourced, agreed, plan, may_exchange=is_agreed)
             values, stats = _read(agreed, catalog, options, group)
             if isinstance(storage, VerifyingReader):
                 with group.together(_VERIFYING):
@@ -288,45 +293,73 @@ def _plan(
     return _PlannedLoad(tree, leaves, steps, plans, reader)
 
 
-def _log_cost(sourced: _SourcedLoad, whole: ReadPlan, plan: Callable[..., _PlannedLoad]) -> None:
+def _log_cost(
+    sourced: _SourcedLoad,
+    planned: _PlannedLoad,
+    plan: Callable[..., _PlannedLoad],
+    *,
+    may_exchange: bool,
+) -> None:
     """Logs what a load is about to read, and how to read less where that is much."""
-    path = sourced.catalog.path
+    path, whole = sourced.catalog.path, ReadPlan.joined(planned.plans)
     if logging.get_absl_logger().isEnabledFor(standard_logging.INFO):
         logging.info("Loading %s: %s", path, "; ".join(whole.figures(whole.cost())))
     much = max(_MUCH_BYTES, _MUCH * whole.needed_bytes)
     if whole.most_read_bytes > much and whole.read_bytes > much:
+        remedies = []
+        with contextlib.suppress(Exception):  # a load does not fail for want of advice
+            for remedy in _remedies(sourced, whole, plan, may_exchange=may_exchange):
+                remedies.append(remedy)
         logging.warning(
             "Loading %s reads %.1f bytes for each that is needed. Fewer are read with: %s.",
             path,
             whole.read_bytes / whole.needed_bytes,
-            "; or ".join(_remedies(sourced, whole, plan)),
+            "; or ".join([*remedies, _CONVERTED]),
         )
 
 
 def _remedies(
-    sourced: _SourcedLoad, whole: ReadPlan, plan: Callable[..., _PlannedLoad]
+    sourced: _SourcedLoad,
+    whole: ReadPlan,
+    plan: Callable[..., _PlannedLoad],
+    *,
+    may_exchange: bool,
 ) -> Iterator[str]:
-    """Yields what halves the bytes beyond those needed, by a plan with it."""
-    request, most_bytes = sourced.request, (whole.read_bytes + whole.needed_bytes) / 2
+    """Yields what halves the bytes beyond those needed, by a plan with it.
 
-    def helpful(**changes: Any) -> ReadPlan | None:
+    Of many leaves those are planned that read most beyond what they need.
+    """
+
+    def with_options(**changes: Any) -> ReadPlan:
         changed = request._replace(options=dataclasses.replace(request.options, **changes))
         processes = changed.processes(sourced.tree, jax.process_count())
-        exchange = jax.process_index() in processes
+        exchange = may_exchange and jax.process_index() in processes
         planned = plan(sourced._replace(request=changed), exchange=exchange)
-        joined = ReadPlan.joined(planned.plans)
-        return joined if joined.read_bytes <= most_bytes else None
+        return ReadPlan.joined(planned.plans)
 
-    if not whole.adopt and (held := helpful(memory_budget_bytes=_UNLIMITED_BYTES)):
-        least = 1 << (held.most_held_bytes - 1).bit_length()
-        yield f"ReadOptions(memory_budget_bytes={least}), where rows are read again and again"
-    if request.options.replicated == "each" and helpful(replicated="auto"):
+    def helps(**changes: Any) -> bool:
+        return with_options(**changes).read_bytes <= most_bytes
+
+    request = sourced.request
+    if len(sourced.leaves) > _MOST_ADVISED:
+        worst = heapq.nlargest(_MOST_ADVISED, whole.by_tensor(), lambda row: row[2] - row[1])
+        names = {name for name, *_ in worst}
+        sourced = sourced._replace(leaves=[leaf for leaf in sourced.leaves if leaf.name in names])
+        whole = with_options()
+    most_bytes = (whole.read_bytes + whole.needed_bytes) / 2
+    if not whole.adopt:
+        held = with_options(memory_budget_bytes=_UNLIMITED_BYTES)
+        if held.read_bytes <= most_bytes:
+            least = 1 << (held.most_held_bytes - 1).bit_length()
+            yield f"ReadOptions(memory_budget_bytes={least}), where rows are read again and again"
+    if request.options.replicated == "each" and helps(replicated="auto"):
         yield "ReadOptions(replicated='auto'), by which processes exchange rows"
+    elif request.options.replicated != "read_once" and helps(replicated="read_once"):
+        yield "ReadOptions(replicated='read_once'), by which they exchange rows, in more time"
     split = [any(box.shape != leaf.shape for box in leaf.local.boxes) for leaf in whole.leaves]
     by_tensor = zip(split, whole.by_tensor(), strict=True)
     if sum(read for is_split, (*_, read) in by_tensor if is_split) > most_bytes:
         yield "shardings that split outer dimensions of the tensors in the files"
-    yield "a checkpoint converted to what is loaded, with its mapping and mesh (format 'sharded')"
 
 
 def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> AbstractTree:

@@ -329,6 +329,11 @@ class ReadOptions(_CheckedOptions):
             staging_bytes=min(base.staging_bytes, request_bytes, staged),
         )
 
+    def modelled_profile(self, kind: str) -> StorageProfile:
+        """Return the cost model of a storage class, the same on hosts of any CPUs."""
+        streams = self.profile(kind).streams
+        return dataclasses.replace(self, concurrency=streams).profile(kind)
+
 
 @runtime_checkable
 class Quantizes(Protocol):
@@ -492,11 +497,11 @@ def _is_local_path(value: Any) -> bool:
     return isinstance(text, str) and text != "" and "://" not in text and "\0" not in text
 
 
-def _is_by_class(values: Any) -> bool:
+def _is_by_class(values: Any, least: float, most: float) -> bool:
     return (
         isinstance(values, Mapping)
         and set(values) <= set(PROFILES)
-        and all(isinstance(v, numbers.Real) and 0 <= float(v) < math.inf for v in values.values())
+        and all(isinstance(v, numbers.Real) and least <= float(v) <= most for v in values.values())
     )
 
 
@@ -518,12 +523,16 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (_FLAGS, "True or False", lambda v: isinstance(v, bool)),
     ("timeout_seconds attempt_seconds", "a positive number", lambda v: _is_number(v) and v > 0),
     ("total_seconds base_seconds max_seconds", "a number of seconds", _is_number),
-    ("latency_seconds", f"{_BY_CLASS} numbers of seconds", _is_by_class),
+    (
+        "latency_seconds",
+        f"{_BY_CLASS} numbers of seconds, of an hour at most",
+        lambda v: _is_by_class(v, 0, 3600),
+    ),
     (
         "bandwidth_bytes_per_second host_bandwidth_bytes_per_second"
         " shared_bandwidth_bytes_per_second",
-        f"{_BY_CLASS} positive numbers",
-        lambda v: _is_by_class(v) and all(v.values()),
+        f"{_BY_CLASS} numbers from 1 to 1e15",
+        lambda v: _is_by_class(v, 1, 1e15),
     ),
     ("file_stem", "a name of letters, digits, '_' and '-'", _is_stem),
     ("jitter", "a number from 0 to 1", lambda v: _is_number(v) and v <= 1),

@@ -20,8 +20,8 @@ class Cost:
     Attributes:
         tensors: Tensors of which the process reads something.
         needed_bytes: Bytes of the distinct shards that the process's devices hold.
-        read_bytes: Bytes requested from storage: needed bytes plus gaps that are read through. For
-            a save: bytes of pieces that are put together into files.
+        read_bytes: Bytes requested from storage, its egress: needed bytes plus gaps that are read
+            through. For a save: bytes of pieces that are put together into files.
         written_bytes: For a save: bytes written, pieces and headers included.
         exchanged_bytes: For a load: bytes that its devices get from those of other processes.
         requests: Ranged reads.

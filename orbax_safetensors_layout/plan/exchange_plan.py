@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import math
@@ -146,7 +145,7 @@ class ExchangeRates(NamedTuple):
     def _alone(self, leaves: Sequence[SharedLeaf]) -> _Work:
         """Return what leaves on one grid add where each process reads them."""
         holders = [set(row) for row in leaves[0].replicas.grid.processes]  # of each box
-        boxes = max(collections.Counter(itertools.chain.from_iterable(holders)).values())
+        boxes = leaves[0].replicas.grid.most_boxes
         each = sum(leaf.stored_bytes * leaf.share for leaf in leaves)
         requests = boxes * sum(leaf.requests for leaf in leaves)
         return _Work(each * boxes, each * sum(map(len, holders)), requests)
@@ -166,7 +165,8 @@ class ExchangeRates(NamedTuple):
         gathering = rates.seconds(gathered_bytes * grid.most_slots, len(forms) or 1)
         compiling = rates.program_seconds * (len({*map(id, forms)}) or 1)
         host_bytes = slot_bytes * nbytes / box_bytes
-        return _Work(host_bytes, nbytes * len(grid.processes), 0.0, compiling, gathering)
+        requests = sum(leaf.shared_requests for leaf in leaves) * grid.most_slots / grid.columns
+        return _Work(host_bytes, nbytes * len(grid.processes), requests, compiling, gathering)
 
 
 class LeafKind(NamedTuple):
@@ -193,7 +193,7 @@ class ExchangePolicy(NamedTuple):
         cls, options: ReadOptions, kind: str, platform: str, processes_per_host: int = 1
     ) -> Self:
         """Return the policy of a load from a storage class to devices of a platform."""
-        profile = options.profile(kind)
+        profile = options.modelled_profile(kind)
         limits = ExchangeLimits.of(profile, options.memory_budget_bytes)
         if platform != "cpu":  # whose arrays keep what they are read into
             limits = limits._replace(together_bytes=options.memory_budget_bytes)
@@ -225,7 +225,8 @@ class ExchangePolicy(NamedTuple):
                 for kind, count in kinds
             )
         others = stored_bytes - shared_bytes  # of each process at most
-        alone = self.rates.seconds(stored_bytes, stored_bytes * processes)
+        through_gaps = stored_bytes / self.limits.gap_request_bytes  # requests, at most
+        alone = self.rates.seconds(stored_bytes, stored_bytes * processes, through_gaps)
         reading = self.rates.seconds(
             others + shared_bytes / processes, others * processes + shared_bytes
         )
@@ -236,7 +237,8 @@ class ExchangePolicy(NamedTuple):
         if self.rates is None or self.limits.together_bytes < sys.maxsize:
             return True
         saved_bytes = kind.stored_bytes * (processes - 1)  # of all processes
-        saved = self.rates.seconds(saved_bytes / processes, saved_bytes)
+        each = saved_bytes / processes
+        saved = self.rates.seconds(each, saved_bytes, each / self.limits.gap_request_bytes)
         return saved > self.rates.exchange(kind.grid).seconds(kind.gathered_bytes)
 
     def plan(self, leaves: Iterable[SharedLeaf], stored_bytes: int, processes: int) -> list[Stage]:

@@ -35,9 +35,10 @@ class SharedLeaf(NamedTuple):
     tied: tuple[int, ...] = ()
     joint_axes: tuple[int, ...] = ()  # dimensions of which any part is read with all
     # The share of a box that a process reads by itself, and the requests that gaps between its rows
-    # take beyond those of its bytes.
+    # take beyond those of its bytes; and those of a box that is exchanged.
     share: float = 1.0
     requests: int = 0
+    shared_requests: int = 0
     stored: float = 1.0  # bytes in the files for each of its values'
 
     @property

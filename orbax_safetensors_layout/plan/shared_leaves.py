@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,8 @@ class _Merged(NamedTuple):
     shape: tuple[int, ...]
     cut_axes: tuple[int, ...] = ()
     share: float = 1.0
-    requests: int = 0
+    row_requests: int = 0  # a request for each row; if 0, gaps between rows are read through
+    is_merged: bool = True
 
 
 class SharedLeaves:
@@ -75,13 +76,13 @@ class SharedLeaves:
             self._merged[key] = replicas, self._merge(replicas, shape, strides, most, together)
         _, merged = self._merged[key]
         if merged is not None:
-            boxes, box_shape, cut_axes, share, requests = merged
+            boxes, box_shape, cut_axes, share, requests, is_merged = merged
             array = number, boxes, box_shape, dtype, is_direct, place, strides
             stored = stored_bytes / (math.prod(shape) * dtype.itemsize)
-            if boxes is not replicas and not requests:
+            if not requests and _gap_bytes(replicas.boxes[0].shape, shape, strides):
                 box_bytes = stored_bytes / len(boxes.boxes)
                 requests = int(box_bytes * share / self._exchange.limits.gap_request_bytes)
-            cost = share, requests, stored
+            cost = share, requests, 0 if is_merged else requests, stored
             self._leaves.append(SharedLeaf(*array, cut_axes, tied, joint_axes, *cost))
 
     def _merge(
@@ -116,15 +117,16 @@ class SharedLeaves:
                     continue
                 alone = float(times), 0
             elif number:
-                inner = min(strides[axis] for axis in axes)
-                outer = [n for n, stride in zip(box, strides, strict=True) if stride > inner]
-                alone = merged.grid.own_share, math.prod(outer)
+                alone = merged.grid.own_share, _rows(box, strides, axes)
             if most_elements is None:
                 return _Merged(merged, merged.boxes[0].shape, axes, *alone)
             if merged.boxes[0].size <= most_elements:
                 uncut = merged._replace(grid=merged.grid._replace(cuts=()))
                 return _Merged(uncut, uncut.boxes[0].shape, (), *alone)
-        return _Merged(replicas, box) if is_shared else None
+        if not is_shared:
+            return None
+        rows = _rows(box, strides, [axis for axis, gap in own.items() if gap > short])
+        return _Merged(replicas, box, row_requests=rows, is_merged=False)
 
 
 @functools.lru_cache
@@ -164,10 +166,15 @@ def _merge_boxes(replicas: Replicas, shape: Sequence[int], axes: Sequence[int]) 
 
 def _times_read(replicas: Replicas, cuts: Sequence[int], together: int) -> int:
     """Return how often a process reads the rows of its boxes, of which so much fits at once."""
-    size, grid = replicas.boxes[0].size, replicas.grid
-    if grid.most_slots * size // grid.columns <= together:
-        return 1
-    return -(-math.prod(cuts) // max(1, together // size))
+    fit = max(1, together // replicas.boxes[0].size)
+    return -(-min(math.prod(cuts), replicas.grid.most_boxes) // fit)
+
+
+def _rows(box: Sequence[int], strides: Sequence[int], axes: Collection[int]) -> int:
+    """Counts the rows of a box between which it has gaps along some axes; without axes 0."""
+    inner = min((strides[axis] for axis in axes), default=sys.maxsize)
+    outer = [n for n, stride in zip(box, strides, strict=True) if stride > inner]
+    return math.prod(outer) if axes else 0
 
 
 def _held_shape(replicas: Replicas) -> tuple[int, ...]:

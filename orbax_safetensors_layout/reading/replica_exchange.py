@@ -300,7 +300,7 @@ def fingerprint_of(
     if nbytes and mapping is not None:
         for part in mapping.chain():
             digest.update("\n".join(map(described_rule, part.rules)).encode())
-    profile = options.profile(catalog.storage.kind)
+    profile = options.modelled_profile(catalog.storage.kind)
     path = redact_urls(catalog.path)
     if isinstance(catalog.storage, LocalStorage):  # a link may lead elsewhere on each host
         path = os.path.realpath(path)
@@ -312,7 +312,8 @@ def fingerprint_of(
         "bandwidth_bytes_per_second": f"{profile.bandwidth_bytes_per_second:g}",
         "host_bandwidth_bytes_per_second": str(profile.host_bytes_per_second),
         "shared_bandwidth_bytes_per_second": f"{profile.shared_bytes_per_second:g}",
-        "concurrency": str(profile.streams),
+        "concurrency": str(profile.concurrency),
+        "request_bytes": f"{profile.request_bytes:,}",
         "merged adapters": " ".join(name[:16] for name in merged),
         "verify": repr(options.verify),
     }

@@ -86,6 +86,11 @@ class ReplicaGrid(NamedTuple):
         held = {(process, n % count) for n, process in enumerate(self.processes[0])}
         return max(collections.Counter(process for process, _ in held).values()) / count
 
+    @property
+    def most_boxes(self) -> int:
+        """Number of boxes of the process that holds most of them."""
+        return max(len({row for row, _ in slots}) for slots in _slots(self).values())
+
     def slots(self, process: int) -> Sequence[tuple[int, int]]:
         """Return the row and column of each device of a process."""
         return _slots(self).get(process, ())

@@ -21,6 +21,7 @@ All of these count, `usage` too; files of other names are left as they are. What
 believed where its checksum is right, and where it was written to this very file since the machine
 was booted; else all files are counted anew. A link, a pipe or the like in the place of a file or a
 folder is removed as one that is damaged is: what is read, written or evicted has one name, in here.
+A folder in the place of `usage`, which may hold anything, is an error.
 """
 
 from __future__ import annotations

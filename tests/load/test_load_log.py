@@ -108,3 +108,33 @@ def test_gaps_that_a_mapping_leaves(path, logged):
     osl.load(path, tree(P(), shape=(1024, 16)), mapping=mapping, options=SMALL)
     (line,) = logged(logging.WARNING)
     assert "Fewer are read with: a checkpoint converted to what is loaded" in line
+
+
+def test_advice_that_fails_does_not_fail_the_load(path, logged, monkeypatch):
+    Accelerator(monkeypatch)
+    monkeypatch.setattr(ReadPlan, "by_tensor", lambda plan: 1 // 0)
+    loaded = osl.load(path, tree(P(None, "x")), options=SMALL)
+    assert len(loaded) == 2
+    (line,) = logged(logging.WARNING)
+    assert "memory_budget_bytes" in line  # what came before
+    assert "outer dimensions" not in line
+    assert line.endswith("mesh (format 'sharded').")
+
+
+def test_advice_for_many_leaves_is_by_those_that_read_most(path, logged, monkeypatch):
+    Accelerator(monkeypatch)
+    module = importlib.import_module("orbax_safetensors_layout.load")
+    monkeypatch.setattr(module, "_MOST_ADVISED", 1)
+    planned = []
+    plan = module._plan
+    monkeypatch.setattr(
+        module, "_plan", lambda sourced, **how: planned.append(sourced) or plan(sourced, **how)
+    )
+    abstract = tree(P("x"), ["w0"]) | tree(P(None, "x"), ["w1"])
+    osl.load(path, abstract, options=osl.ReadOptions(memory_budget_bytes=16 << 10))
+    (line,) = logged(logging.WARNING)
+    assert "memory_budget_bytes" in line
+    names = [[leaf.name for leaf in sourced.leaves] for sourced in planned]
+    assert names[0] == ["w0", "w1"]
+    assert names[1:]
+    assert all(of_plan == ["w1"] for of_plan in names[1:])

@@ -1,5 +1,6 @@
 """What a cluster reads once, for all processes at once, against the plan of each."""
 
+import dataclasses
 import math
 
 import jax
@@ -14,6 +15,7 @@ from many_pieces import Stored, write_holes
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.analysis import estimate
+from orbax_safetensors_layout.options import PROFILES
 from orbax_safetensors_layout.sharding import MeshShape, parse_rules
 
 LATENCY, RATE = 0.1, 1e6
@@ -237,3 +239,53 @@ def test_auto_takes_hardly_longer_than_the_better_of_the_others(tmp_path_factory
         for of_load in [osl.ReadOptions(replicated=how, **options)]
     )
     assert auto <= 1.05 * min(fixed) + 1e-3
+
+
+def _of_columns(tmp_path, mesh, spec, shape, options):
+    """The plan of the first of 4 processes that load 8 matrices."""
+    write_holes(tmp_path / "m.safetensors", [Stored(f"t{n}", shape, "F32") for n in range(8)])
+    sharding = NamedSharding(AbstractMesh(mesh, ("data", "x")), spec)
+    leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    tree = {f"t{n}": leaf for n in range(8)}
+    file = tmp_path / "m.safetensors"
+    return osl.plan_load(file, tree, options=options, process_index=0, process_count=4)
+
+
+@pytest.mark.parametrize("mib", [32, 64, 128, 256, 512, 2048])
+def test_rows_that_a_host_reads_again_for_each_of_its_columns_count(tmp_path, mib):
+    """Of the 4 columns that each host has, as others do, few fit a budget together."""
+    auto, *fixed = (
+        _of_columns(
+            tmp_path,
+            (16, 4),
+            P(None, "x"),
+            (8192, 8192),
+            osl.ReadOptions(
+                replicated=how,
+                memory_budget_bytes=mib << 20,
+                latency_seconds={"local": 0.03},
+                bandwidth_bytes_per_second={"local": 1e9},
+            ),
+        ).seconds()
+        for how in ("auto", "each", "read_once")
+    )
+    assert auto <= 1.05 * min(fixed)
+
+
+@pytest.mark.parametrize("mib", [1, 4, 16, 64])
+@pytest.mark.parametrize("latency", [0.001, 0.003, 0.01])
+@pytest.mark.parametrize("rate", [1e8, 1e9, 1.4e9, 3e9])
+def test_hosts_with_other_cpus_decide_the_same(tmp_path, monkeypatch, mib, latency, rate):
+    local, costs = PROFILES["local"], []
+    options = osl.ReadOptions(
+        memory_budget_bytes=mib << 20,
+        latency_seconds={"local": latency},
+        bandwidth_bytes_per_second={"local": rate},
+    )
+    for concurrency in (8, 32):  # of 2 CPUs, and 64
+        profile = dataclasses.replace(local, concurrency=concurrency)
+        monkeypatch.setitem(PROFILES, "local", profile)
+        plan = _of_columns(tmp_path, (1, 4), P(None, "x"), (2048, 2048), options)
+        assert plan.profile.concurrency == concurrency
+        costs.append(plan.exchange)
+    assert costs[0] == costs[1]
