@@ -60,7 +60,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         await in_background(_required_items, path)
 
     async def validate(self, path: ocp.path.Path, checkpointable_name: str | None) -> None:
-        """Checks, by names alone, that it is there, in a checkpoint; else an `InvalidLayoutError`."""
+        """Checks, by names alone, that it is there; else as above, or an `InvalidLayoutError`."""
         await in_background(_locate, path, checkpointable_name)
 
     def metadata(self, path: Any, checkpointable_name: str | None = _NOT_GIVEN) -> Any:

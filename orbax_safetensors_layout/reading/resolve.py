@@ -35,6 +35,11 @@ from orbax_safetensors_layout.sharding import (
 
 from ._jax import host_registration
 
+_SHAPE_HINT = (
+    "Ask for the file's shapes, which osl.metadata(path) has, or give a mapping that makes others"
+    " of them: rule('w', tensor('w').transpose()) in an osl.Mapping."
+)
+
 
 class SourcedLeaf(NamedTuple):
     """A leaf of an abstract tree, and name and source of the array of the checkpoint."""
@@ -199,6 +204,7 @@ def _check_shape(abstract: AbstractLeaf, source: ArraySource) -> None:
             "Shape mismatch",
             expected=f"{abstract.shape} (the abstract tree)",
             found=f"{shape} (the file)",
+            hint=_SHAPE_HINT,
         )
     check_holdable(shape, source.dtype)
 

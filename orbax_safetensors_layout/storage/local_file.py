@@ -109,8 +109,8 @@ class PinnedFile:
         except FileNotFoundError as error:
             if folder is not None and folder.is_moved():
                 raise replaced(name) from error
-            folder = os.path.dirname(name)
-            found = None if os.path.isdir(folder) else f"there is no folder {folder!r} either"
+            parent = os.path.dirname(name)
+            found = None if os.path.isdir(parent) else f"there is no folder {parent!r} either"
             raise CheckpointNotFoundError("no such file", file=name, found=found) from error
         except OSError as error:
             raise StorageError("cannot open the file", file=name, found=error.strerror) from error

@@ -1050,7 +1050,7 @@ def test_options_that_are_not_there(saved):
 def test_configurations_that_cannot_be_read(saved, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"config.json"):
         families.mapping(tmp_path)
-    with pytest.raises(CheckpointNotFoundError, match="no folder .*llamma' either") as caught:
+    with pytest.raises(CheckpointNotFoundError, match=r"no folder .*llamma' either") as caught:
         families.mapping("llamma")
     assert caught.value.file == f"{os.getcwd()}/llamma/config.json"
     assert "The nearest families are 'llama'" in str(caught.value)

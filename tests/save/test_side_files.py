@@ -59,8 +59,8 @@ def test_a_save_takes_the_files_of_a_model_along(tmp_path, model):
     assert beside(tmp_path / "bare") == {}
     with pytest.raises(osl.CheckpointNotFoundError, match=r"model=\.\.\.\) names a path that does"):
         osl.save(tmp_path / "none", TENSORS, options=osl.WriteOptions(model=tmp_path / "nowhere"))
+    relative = os.path.relpath(tmp_path / "bare")
     with pytest.raises(osl.CheckpointNotFoundError, match="names no such files") as caught:
-        relative = os.path.relpath(tmp_path / "bare")
         osl.save(tmp_path / "none", TENSORS, options=osl.WriteOptions(model=relative))
     assert caught.value.file == str(tmp_path / "bare")
     assert not (tmp_path / "none").exists()

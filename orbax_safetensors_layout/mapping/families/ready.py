@@ -195,10 +195,10 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         return read_config(path)
     except CheckpointNotFoundError as error:
-        nearest = nearest_names(os.path.basename(os.fsdecode(path)), FAMILIES, "families")
+        similar = nearest_names(os.path.basename(os.fsdecode(path)), FAMILIES, "families")
         error.hint = (
             "Give a model's folder, its config.json, or what that holds as a dict; families are"
-            f" functions that take it, as osl.families.llama(folder). {nearest or ''}".rstrip()
+            f" functions that take it, as osl.families.llama(folder). {similar or ''}".rstrip()
         )
         raise
 
