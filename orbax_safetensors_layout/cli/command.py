@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.options import KIB, ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_size
 from orbax_safetensors_layout.sharding import ShardingRule, parse_rules
 
-from .output import Output
+from .output import PROGRAM, Output
 
+MISUSE = 2  # the exit code
 _USUAL_BUDGET_BYTES = ReadOptions().memory_budget_bytes
 T = TypeVar("T")
 
@@ -34,6 +36,29 @@ class Command:
     run: Callable[[argparse.Namespace, Output], int]
     # The state that an interrupt left, and how to continue.
     resume: Callable[[argparse.Namespace], str] = lambda _: "Nothing was changed; run it again."
+
+    def example_text(self, width: int = 78) -> str:
+        """Return the examples as a shell takes them, broken before options where they are long."""
+        lines: list[str] = []
+        for example in self.examples:
+            first, *rest = re.split(" (?=--|[|])", example)
+            lines.append(f"  {PROGRAM} {first}")
+            for part in rest:
+                if len(lines[-1]) + 1 + len(part) <= width:
+                    lines[-1] += f" {part}"
+                else:
+                    lines[-1] += " \\"
+                    lines.append(f"      {part}")
+        return "\n".join(lines)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports misuse as other errors are, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        where = self.prog.removeprefix(PROGRAM).strip()
+        Output().error(f"{where}: {message} (see --help)" if where else f"{message} (see --help)")
+        sys.exit(MISUSE)
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -147,9 +172,9 @@ def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument(
         "--mapping",
         "--family",
-        metavar="NAME[:TARGET]|MODULE:ATTRIBUTE",
+        metavar="MAPPING",
         help=f"{help}: a ready mapping of osl.families, as 'llama:maxtext-unscanned', 'auto:tunix'"
-        " to go by config.json, or an osl.Mapping of a Python module or FILE.py",
+        " to go by config.json, or an osl.Mapping as MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE",
     )
 
 

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from orbax_safetensors_layout.errors import InvalidArgumentError, SafetensorsLayoutError
 
 from . import families, inspect, plan, verify
-from .command import Command
+from .command import MISUSE, Command, Parser
 from .convert import CONSOLIDATE, CONVERT
 from .output import PROGRAM, Output
 from .sigint import INTERRUPTED, clean_interrupts
 
 COMMANDS = (inspect.COMMAND, plan.COMMAND, verify.COMMAND, CONVERT, CONSOLIDATE, families.COMMAND)
 _EXPECTED = (SafetensorsLayoutError, OSError, ValueError, ImportError)
-_FINDING, _MISUSE, _NO_READER = 1, 2, 141  # the last where the reader of stdout is gone
+_FINDING, _NO_READER = 1, 141  # the last where the reader of stdout is gone
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"{type(error).__name__}: {text} (--debug shows where)"
         output.error(text)
         if isinstance(error, SafetensorsLayoutError):
-            return _MISUSE if isinstance(error, InvalidArgumentError) else _FINDING
-        return _MISUSE if isinstance(error, ValueError | ImportError) else _FINDING
+            return MISUSE if isinstance(error, InvalidArgumentError) else _FINDING
+        return MISUSE if isinstance(error, ValueError | ImportError) else _FINDING
 
 
 def _version() -> str:
@@ -67,7 +67,7 @@ def _version() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog=PROGRAM,
         description="Hugging Face safetensors checkpoints for Orbax and JAX.",
         epilog=f"{PROGRAM} COMMAND --help says more. Exit codes: 0, 1 where something is wrong"
@@ -76,12 +76,11 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
     subparsers = root.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        lines = "".join(f"\n  {PROGRAM} {example}" for example in command.examples)
         subparser = subparsers.add_parser(
             command.name,
             help=command.help,
             description=textwrap.fill(command.description, 79),
-            epilog=f"example{'s' if len(command.examples) > 1 else ''}:{lines}",
+            epilog=f"example{'s' if len(command.examples) > 1 else ''}:\n{command.example_text()}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)

@@ -16,6 +16,7 @@ from orbax_safetensors_layout.storage import open_storage
 
 from .command import (
     Command,
+    Parser,
     add_cache,
     add_json,
     add_mapping,
@@ -58,21 +59,24 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         " FILE.py; its shardings count where it has some",
     )
     add("--concurrency", type=int, metavar="N", help="requests at once")
-    add("--latency", type=argument(parse_seconds), help="of a request, as 20ms")
+    add("--latency", type=argument(parse_seconds), metavar="TIME", help="of a request, as 20ms")
     add(
         "--bandwidth",
         type=argument(parse_size),
+        metavar="RATE",
         help="of one stream, as 500MB/s, 2GiB/s; says with --latency which gaps are read through",
     )
     add(
         "--host-bandwidth",
         type=argument(parse_size),
+        metavar="RATE",
         help="of a host with all its streams; default: local files one stream's, else all streams',"
         " at most 25 Gbit/s",
     )
     add(
         "--shared-bandwidth",
         type=argument(parse_size),
+        metavar="RATE",
         help="of the storage, for all hosts together; default 25GB/s",
     )
     add(
@@ -84,7 +88,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_memory_budget(parser)
     add_cache(parser)
-    add("--top", type=int, default=5, help="how many costly tensors to name")
+    add("--top", type=int, default=5, metavar="N", help="how many costly tensors to name")
     add(
         "--compare",
         action="append",
@@ -115,6 +119,8 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         )
     if len({variant.save is None for variant in variants}) > 1:
         raise ValueError("a load and a save cannot be compared")
+    if parsed.plot:
+        from .plot import draw
     results = [_estimate(variant) for variant in variants]
     labels = ["this", *map(redact_urls, parsed.compare)]
     if parsed.json:
@@ -126,8 +132,6 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     else:
         output.result(estimate_text(results[0], parsed.top))
     if parsed.plot:
-        from .plot import draw
-
         draw(results[0], parsed.plot, parsed.plot_files)
         output.message(f"drew {parsed.plot}")
     for rule in dict.fromkeys(itertools.chain(*(result.unused_rules for result in results))):
@@ -140,7 +144,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
 
 def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
     """Return the arguments of `--compare`, with those of the first plan as defaults."""
-    parser = argparse.ArgumentParser(prog="--compare", argument_default=argparse.SUPPRESS)
+    parser = Parser(prog="--compare", argument_default=argparse.SUPPRESS)
     _add_arguments(parser)
     for action in parser._actions:
         action.default = argparse.SUPPRESS

@@ -55,9 +55,44 @@ def test_every_verb_has_help_with_an_example(command, capsys):
     assert not stopped.value.code
     shown = capsys.readouterr().out
     assert "example" in shown
+    joined = " ".join(shown.replace(" \\\n", " ").split())
     for example in command.examples:
-        assert f"  orbax-safetensors {example}" in shown
+        assert f" orbax-safetensors {example}" in joined
         assert example.split()[0] == command.name
+
+
+@pytest.mark.parametrize("name", ["", *(command.name for command in COMMANDS)])
+def test_help_fits_80_columns(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*name.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("inspct here", "orbax-safetensors: argument COMMAND: invalid choice: 'inspct'"),
+        ("plan here --mesh foo", "orbax-safetensors: plan: argument --mesh: 'foo' is not a mesh;"),
+        (
+            "plan here --mesh x=2 --compare=--mesh=x",
+            "orbax-safetensors: --compare: argument --mesh",
+        ),
+        ("verify", "orbax-safetensors: verify: the following arguments are required: path"),
+    ],
+)
+def test_misuse_fits_80_columns_without_the_usage(arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr("orbax_safetensors_layout.cli.output._columns", lambda stream: 80)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments.split())
+    assert stopped.value.code == 2
+    text = capsys.readouterr().err
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) <= 3
+    shown = " ".join(text.split())
+    assert shown.startswith(said)
+    assert shown.endswith("(see --help)")
 
 
 def test_the_version_and_the_families(capsys):
