@@ -52,7 +52,7 @@ class Command:
         return "\n".join(lines)
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Reports misuse as other errors are, without the whole usage."""
 
     def error(self, message: str) -> NoReturn:

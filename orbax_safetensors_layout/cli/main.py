@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from orbax_safetensors_layout.errors import InvalidArgumentError, SafetensorsLayoutError
 
 from . import families, inspect, plan, verify
-from .command import MISUSE, Command, Parser
+from .command import MISUSE, Command, CommandParser
 from .convert import CONSOLIDATE, CONVERT
 from .output import PROGRAM, Output
 from .sigint import INTERRUPTED, clean_interrupts
@@ -67,7 +67,7 @@ def _version() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    root = Parser(
+    root = CommandParser(
         prog=PROGRAM,
         description="Hugging Face safetensors checkpoints for Orbax and JAX.",
         epilog=f"{PROGRAM} COMMAND --help says more. Exit codes: 0, 1 where something is wrong"

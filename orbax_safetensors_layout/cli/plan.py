@@ -16,7 +16,7 @@ from orbax_safetensors_layout.storage import open_storage
 
 from .command import (
     Command,
-    Parser,
+    CommandParser,
     add_cache,
     add_json,
     add_mapping,
@@ -144,7 +144,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
 
 def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
     """Return the arguments of `--compare`, with those of the first plan as defaults."""
-    parser = Parser(prog="--compare", argument_default=argparse.SUPPRESS)
+    parser = CommandParser(prog="--compare", argument_default=argparse.SUPPRESS)
     _add_arguments(parser)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
