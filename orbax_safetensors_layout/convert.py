@@ -182,7 +182,7 @@ def convert(
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(save_group(target, options, "convert"))
         stack.enter_context(frozen_heap())
-        ref = resolve_checkpoint(source, step=step, item=item)
+        ref = resolve_checkpoint(source, step=step, item=item, has_steps=True)
         reading = ReadOptions(
             memory_budget_bytes=options.memory_budget_bytes,
             cache=options.cache,
@@ -384,8 +384,8 @@ def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> 
     axes: Any = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     expected = "names and sizes of axes, as {'fsdp': 16}, or a mesh of JAX"
     require(isinstance(axes, Mapping), "mesh", expected, mesh)
-    is_list = hasattr(spec, "__iter__") and not isinstance(spec, str)
-    require(is_list, "spec", "a list of sharding rules", spec)
+    is_list = hasattr(spec, "__iter__") and not isinstance(spec, str | Mapping | ShardingRule)
+    require(is_list, "spec", "a list of sharding rules, as [\"'.*kernel' = fsdp,tensor\"]", spec)
     rules = [rule if isinstance(rule, ShardingRule) else ShardingRule.parse(rule) for rule in spec]
     return Topology(MeshShape(dict(axes), processes), rules or [ShardingRule(".*", None)])
 

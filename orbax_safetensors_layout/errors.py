@@ -81,7 +81,8 @@ class SafetensorsLayoutError(Exception):
         """Return one error for at least one problem, with the fields of the first.
 
         It has the class that all have, else this one; its text counts `what`, a noun in the plural,
-        and has a line for each, shortened by `group_lines`. Below stands a hint that all have.
+        and has a line for each, shortened by `group_lines`. What all have stands once: a file in
+        the first line, a hint in the last.
         """
         first = problems[0]
         if len(problems) == 1:
@@ -89,12 +90,14 @@ class SafetensorsLayoutError(Exception):
             return first
         hints = {problem.hint for problem in problems}
         shared = hints.pop() if len(hints) == 1 else None
-        texts = (p._text(with_hint=shared is None) for p in problems)
+        files = {problem.file for problem in problems}
+        file = files.pop() if len(files) == 1 else None
+        texts = (p._text(with_hint=shared is None, with_file=file is None) for p in problems)
         patterns = (problem._pattern() for problem in problems)
         lines = group_lines(zip(patterns, texts, strict=True))
         kinds = {type(problem) for problem in problems}
         error = (kinds.pop() if len(kinds) == 1 else cls)(
-            "\n  ".join([f"{len(problems):,} {what}:", *lines]),
+            "\n  ".join([f"{len(problems):,} {what}{f' (file: {file})' if file else ''}:", *lines]),
             file=first.file,
             tensor=first.tensor,
             expected=first.expected,
@@ -111,12 +114,12 @@ class SafetensorsLayoutError(Exception):
     def __str__(self) -> str:  # KeyError and OSError would print a repr or an errno tuple instead
         return redact_urls(self._text())
 
-    def _text(self, *, with_hint: bool = True) -> str:
+    def _text(self, *, with_hint: bool = True, with_file: bool = True) -> str:
         hint = self.hint if with_hint else None
         if self._is_list:
             return f"{self.message}\n{hint}" if hint else self.message
         fields = [
-            ("file", self.file),
+            ("file", self.file if with_file else None),
             ("tensor", None if self.tensor is None else repr(self.tensor)),
             ("expected", self.expected),
             ("found", self.found),
@@ -365,7 +368,7 @@ def _login(word: str) -> list[str]:
     return [login, login.partition(":")[2]]
 
 
-_MOST_LINES = 50  # of a message, about; further ones are counted
+_MOST_LINES = 20  # of a message, about; further ones are counted
 _MOST_OF_A_KEY = 3
 _NUMBERS = re.compile(r"(?<![^.'])[0-9]+(?![^.'])")
 
@@ -382,12 +385,12 @@ def listed(items: Iterable[object], most: int = 10, separator: str = ", ") -> st
     return separator.join(map(str, every[:most])) + more
 
 
-def group_lines(
-    items: Iterable[tuple[Hashable, T]],
-    line: Callable[[T], str] = str,
-    others: str = "that differ in numbers only",
-) -> list[str]:
-    """Return lines for the first items of each key, and the number of the others."""
+def group_lines(items: Iterable[tuple[Hashable, T]], line: Callable[[T], str] = str) -> list[str]:
+    """Return a line for each item; of many of one key for the first, with the number of the others.
+
+    >>> group_lines((pattern_of(name), name) for name in ["a.0", "a.1", "a.2", "a.3", "b.0", "b.1"])
+    ['a.0 (3 more like it)', 'b.0', 'b.1']
+    """
     groups: dict[Hashable, list[T]] = {}
     for key, item in items:
         groups.setdefault(key, []).append(item)
@@ -396,8 +399,9 @@ def group_lines(
     for group in groups.values():
         if len(lines) >= _MOST_LINES:
             return [*lines, f"... {left:,} more"]
-        lines += map(line, group[:_MOST_OF_A_KEY])
-        if len(group) > _MOST_OF_A_KEY:
-            lines.append(f"... {len(group) - _MOST_OF_A_KEY:,} more {others}")
+        if len(group) <= _MOST_OF_A_KEY:
+            lines += map(line, group)
+        else:
+            lines.append(f"{line(group[0])} ({len(group) - 1:,} more like it)")
         left -= len(group)
     return lines

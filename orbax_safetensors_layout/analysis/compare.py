@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
 from orbax_safetensors_layout.adapters import open_reader
-from orbax_safetensors_layout.catalog import CheckpointRef
+from orbax_safetensors_layout.catalog import CheckpointRef, added_prefix
 from orbax_safetensors_layout.conversion import (
     CHUNKS_IN_BUDGET,
     CheckpointReader,
@@ -122,9 +122,10 @@ def compare(
             *_values(here, there),
             *_compare_values(names, here, there, total, progress),
         ]
+        notes = [*_prefix_notes(here.arrays.keys(), there.arrays.keys(), subtree)]
     return dataclasses.replace(
         report,
-        findings=(*report.findings, *(Finding("value", text) for text in differences)),
+        findings=(*report.findings, *(Finding("value", text) for text in differences), *notes),
         compared_tensors=len(names),
         compared_bytes=total,
     )
@@ -201,6 +202,16 @@ def _differing(
 def _kind(array: SourceArray) -> str:
     keys = "" if array.key_impl is None else f", data of PRNG keys ({array.key_impl})"
     return f"{array.dtype.name} {list(array.shape)}{keys}"
+
+
+def _prefix_notes(ours: Set[str], theirs: Set[str], subtree: str | None) -> Iterator[Finding]:
+    """Yields how to compare names that differ by a prefix of one checkpoint."""
+    here, there = ours - theirs, theirs - ours
+    for longer, shorter, first in ((here, there, ""), (there, here, "exchange the two, and ")):
+        if prefix := added_prefix(longer, shorter):
+            part = ".".join(filter(None, ("" if first else subtree, prefix[:-1])))
+            text = f"names are the same but for {prefix!r}: {first}compare with subtree={part!r}"
+            yield Finding("value", f"{text} (--subtree {part})", is_error=False)
 
 
 def _compare_trees(here: _Source, there: _Source) -> Iterator[str]:

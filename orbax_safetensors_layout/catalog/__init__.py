@@ -13,4 +13,4 @@ from .discover import (
 )
 from .piece_catalog import check_save, check_whole
 from .quantization import QuantizedWeights, find_quantization
-from .select import compile_pattern, nearest_names, select_names, suggest_names
+from .select import added_prefix, compile_pattern, nearest_names, select_names, suggest_names

@@ -111,11 +111,16 @@ class CheckpointRef(NamedTuple):
 
 
 def resolve_checkpoint(
-    path: str | os.PathLike[str], *, step: int | None = None, item: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    item: str | None = None,
+    has_steps: bool = False,
 ) -> CheckpointRef:
     """Resolves a path, with a step a manager's, to its tree or that of an item; a URL to itself.
 
-    The item is by default the only one, or else the usual one.
+    The item is by default the only one, or else the usual one. With `has_steps` the caller's user
+    can choose a step, and is given those that are there.
     """
     check_path(text := os.fsdecode(path))
     text = local_path(text) or text
@@ -126,20 +131,32 @@ def resolve_checkpoint(
             return CheckpointRef(text, is_orbax=False, item=None)
         ref = _find_tree(storage, text, item, is_step=step is not None)
         if ref is None:
-            raise _not_found(storage, text, item)
+            error = _not_found(storage, text, item)
+            steps = _steps(storage, text) if has_steps and step is None else {}
+            for name, number in steps.items():
+                if _find_tree(storage, join(text, name), item, is_step=True) is not None:
+                    chosen = f"step={number} (--step {number})"
+                    error.hint = f"Choose a step, as {chosen}; it has {listed(steps.values())}."
+                    break
+            raise error
         return ref
 
 
+def _steps(storage: Storage, path: str) -> dict[str, int]:
+    """Return the folders that may be steps, with their numbers, the latest first."""
+    matches = ((name, _STEP.fullmatch(name)) for name in storage.folders(path))
+    steps = {name: int(match[1]) for name, match in matches if match}
+    return dict(sorted(steps.items(), key=lambda item: item[1], reverse=True))
+
+
 def _step_folder(storage: Storage, path: str, step: int) -> str:
-    folders = storage.folders(path)
-    steps = {name: int(match[1]) for name in folders if (match := _STEP.fullmatch(name))}
+    steps = _steps(storage, path)
     names = [name for name, number in steps.items() if number == step]
-    latest_first = sorted(steps, key=lambda name: steps[name], reverse=True)
     if len(names) != 1:
         raise CheckpointNotFoundError(
             f"several folders are step {step}" if names else f"there is no step {step}",
             file=path,
-            found=listed(names or latest_first or folders),
+            found=listed(names or steps or storage.folders(path)),
         )
     return join(path, names[0])
 

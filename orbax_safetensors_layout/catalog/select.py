@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import difflib
 import heapq
+import itertools
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence, Set
 from typing import Any, NamedTuple
 
-from orbax_safetensors_layout.errors import InvalidArgumentError, MissingTensorError, pattern_of
+from orbax_safetensors_layout.errors import (
+    InvalidArgumentError,
+    MissingTensorError,
+    listed,
+    pattern_of,
+)
 
 _CANDIDATES = 24  # names that are compared letter by letter
 _MAX_HINTS = 5  # suggestions in one error; each is a pass over all names
+_MAX_PARTS = 1000  # components of names that those of a pattern are compared with
+_MAX_PREFIX = 4  # components
 _MAX_RANGE = 10_000
 _MAX_DEPTH = 20
 _MAX_LOOSE = 3
+_DOT = re.compile(r"\.")
 _TOKEN = re.compile(
     r"\{(?P<low>[0-9]{1,18})\.\.(?P<high>[0-9]{1,18})\}"
     r"|\[(?P<not>(?>!?))(?P<set>.[^\]]*)\]"  # a ']' that comes first belongs to the set
@@ -70,9 +80,48 @@ def missing_names(
         hint = None
         if len(sought) < _MAX_HINTS and (pattern := pattern_of(name)) not in sought:
             sought.add(pattern)
-            hint = nearest_names(name, names)
+            hint = _nearest_pattern(name, names) or nearest_names(name, names)
         errors.append(MissingTensorError(problem, file=path, tensor=name, hint=hint))
     return MissingTensorError.collect(errors)
+
+
+def _nearest_pattern(pattern: str, names: Collection[str]) -> str | None:
+    """Return a hint with a similar pattern and what it matches, if there is one."""
+    if is_plain(pattern):
+        return None
+    known = dict.fromkeys(part for name in names for part in name.split("."))
+    parts = [part for part in known if not part.isdecimal()][:_MAX_PARTS]
+
+    def mended(part: str) -> str:
+        similar = difflib.get_close_matches(part, parts, 1) if is_plain(part) else []
+        return similar[0] if similar and part not in known else part
+
+    similar = ".".join(map(mended, pattern.split(".")))
+    for wider in (similar, f"*{pattern}", f"*{similar}", f"*{similar}*"):
+        other = wider.replace("**", "*")
+        try:
+            matching = [] if other == pattern else _matching(names, known.keys(), other)
+        except InvalidArgumentError:  # with one more '*' it takes too long to match
+            continue
+        if matching:
+            return f"{other!r} matches {listed(map(repr, matching), 3)}."
+    return None
+
+
+def added_prefix(longer: Collection[str], shorter: Set[str]) -> str:
+    """Return the components, each dotted, that half of the longer or shorter names differ by.
+
+    >>> added_prefix(["params.a.w", "params.b.w", "step"], {"a.w", "b.w"})
+    'params.'
+    """
+    counts = Counter(
+        name[:end]
+        for name in longer
+        for end in (dot.end() for dot in itertools.islice(_DOT.finditer(name), _MAX_PREFIX))
+        if name[end:] in shorter
+    )
+    prefix, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+    return prefix if 2 * count >= min(len(longer), len(shorter)) else ""
 
 
 def nearest_names(name: str, names: Collection[str], what: str = "names") -> str | None:

@@ -8,15 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.options import KIB, ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_size
 from orbax_safetensors_layout.sharding import ShardingRule, parse_rules
 
-from .output import Output
+from .output import PROGRAM, Output
 
+MISUSE = 2  # the exit code
 _USUAL_BUDGET_BYTES = ReadOptions().memory_budget_bytes
 T = TypeVar("T")
 
@@ -34,6 +35,15 @@ class Command:
     run: Callable[[argparse.Namespace, Output], int]
     # The state that an interrupt left, and how to continue.
     resume: Callable[[argparse.Namespace], str] = lambda _: "Nothing was changed; run it again."
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports misuse as other errors are, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        where = self.prog.removeprefix(PROGRAM).strip()
+        Output().error(f"{where}: {message} (see --help)" if where else f"{message} (see --help)")
+        sys.exit(MISUSE)
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -147,9 +157,9 @@ def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument(
         "--mapping",
         "--family",
-        metavar="NAME|MODULE:ATTRIBUTE",
+        metavar="MAPPING",
         help=f"{help}: a ready mapping of osl.families, as 'llama:maxtext-unscanned', 'auto:tunix'"
-        " to go by config.json, or an osl.Mapping of a Python module or FILE.py",
+        " to go by config.json, or an osl.Mapping as MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE",
     )
 
 

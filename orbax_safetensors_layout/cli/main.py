@@ -10,12 +10,11 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import NoReturn
 
 from orbax_safetensors_layout.errors import InvalidArgumentError, SafetensorsLayoutError
 
 from . import families, inspect, plan, verify
-from .command import Command
+from .command import MISUSE, Command, CommandParser
 from .convert import CONSOLIDATE, CONVERT
 from .output import PROGRAM, Output
 from .sigint import INTERRUPTED, clean_interrupts
@@ -25,7 +24,7 @@ _EXPECTED = (SafetensorsLayoutError, OSError, ValueError, ImportError)
 _COLUMNS = 76
 # A word of a command, quoted or not, with the option that it belongs to.
 _WORD = re.compile(r"""(?:--[\w-]+ (?!-))?(?:[^\s"']|"[^"]*"|'[^']*')+""")
-_FINDING, _MISUSE, _NO_READER = 1, 2, 141  # the last where the reader of stdout is gone
+_FINDING, _NO_READER = 1, 141  # the last where the reader of stdout is gone
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"{type(error).__name__}: {text} (--debug shows where)"
         output.error(text)
         if isinstance(error, SafetensorsLayoutError):
-            return _MISUSE if isinstance(error, InvalidArgumentError) else _FINDING
-        return _MISUSE if isinstance(error, ValueError | ImportError) else _FINDING
+            return MISUSE if isinstance(error, InvalidArgumentError) else _FINDING
+        return MISUSE if isinstance(error, ValueError | ImportError) else _FINDING
 
 
 def _version() -> str:
@@ -68,14 +67,6 @@ def _version() -> str:
         return importlib.metadata.version("orbax-safetensors-layout")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout
         return "(not installed)"
-
-
-class _CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are as those of commands, without all options before them."""
-
-    def error(self, message: str) -> NoReturn:
-        Output().error(f"{message}; see {self.prog} --help")
-        self.exit(_MISUSE)
 
 
 def _as_typed(example: str) -> str:
@@ -90,7 +81,7 @@ def _as_typed(example: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    root = _CommandParser(
+    root = CommandParser(
         prog=PROGRAM,
         description="Hugging Face safetensors checkpoints for Orbax and JAX.",
         epilog=f"{PROGRAM} COMMAND --help says more. Exit codes: 0, 1 where something is wrong"

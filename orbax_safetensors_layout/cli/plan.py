@@ -16,6 +16,7 @@ from orbax_safetensors_layout.storage import open_storage
 
 from .command import (
     Command,
+    CommandParser,
     add_cache,
     add_json,
     add_mapping,
@@ -118,6 +119,8 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         )
     if len({variant.save is None for variant in variants}) > 1:
         raise ValueError("a load and a save cannot be compared")
+    if parsed.plot:
+        from .plot import draw
     results = [_estimate(variant) for variant in variants]
     labels = ["this", *map(redact_urls, parsed.compare)]
     if parsed.json:
@@ -129,8 +132,6 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
     else:
         output.result(estimate_text(results[0], parsed.top))
     if parsed.plot:
-        from .plot import draw
-
         draw(results[0], parsed.plot, parsed.plot_files)
         output.message(f"drew {parsed.plot}")
     for rule in dict.fromkeys(itertools.chain(*(result.unused_rules for result in results))):
@@ -143,7 +144,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
 
 def _variant(base: argparse.Namespace, text: str) -> argparse.Namespace:
     """Return the arguments of `--compare`, with those of the first plan as defaults."""
-    parser = argparse.ArgumentParser(prog="--compare", argument_default=argparse.SUPPRESS)
+    parser = CommandParser(prog="--compare", argument_default=argparse.SUPPRESS)
     _add_arguments(parser)
     for action in parser._actions:
         action.default = argparse.SUPPRESS

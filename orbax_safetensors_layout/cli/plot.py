@@ -10,6 +10,14 @@ from orbax_safetensors_layout.analysis import ClusterEstimate
 from orbax_safetensors_layout.plan import Cost, Coverage, coverage
 from orbax_safetensors_layout.runtime import size_text
 
+try:
+    from matplotlib import rcParams
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
+
 _MOST_ROWS, _COLUMNS, _MOST_LABELS = 64, 1200, 24
 _LEAST_SHARE = 1e-4
 _LEAST_NAMED, _LEAST_APART = 0.02, 0.036  # of the width: for a tensor's name, and between two
@@ -19,13 +27,6 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     """Draw the bytes that the shards need, and below those that are read, of files of a pattern."""
     if estimate.cluster is None:
         raise ValueError("--plot draws loads of plain tensors that are stored whole")
-    try:
-        from matplotlib import rcParams
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import LogNorm, Normalize
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
     count = min(estimate.mesh.processes, _MOST_ROWS)
     hosts = [number * estimate.mesh.processes // count for number in range(count)]
     seen = coverage(estimate.cluster, hosts, _COLUMNS, files=files)

@@ -176,8 +176,10 @@ def match_rules(rules: Sequence[Rule], specs: TensorSpecs, leaves: LeafShapes | 
             listed = " and ".join(names)
             text = f"{len(targets)} rules make leaf {leaf!r}: those for {listed}"
             problems.append(Problem(text, f"the rules for {listed}"))
+    hint: str | None = "Add rules for such, or leave them out of the tree."
     for first, others in group_by_pattern([leaf for leaf, rest in matches.items() if not rest]):
-        problems.append(Problem(f"no rule makes leaf {first!r}{others}", "", first, "rule"))
+        problems.append(Problem(f"no rule makes leaf {first!r}{others}", "", first, "rule", hint))
+        hint = None
     single = [targets[0] for targets in matches.values() if len(targets) == 1]
     return Matches([_untied(target, rules, matches) for target in single], ambiguous, problems)
 

@@ -83,5 +83,5 @@ def mapping_error(
                 text += f" {hint}"
         return f"{text} {problem.hint}" if problem.hint else text
 
-    lines = group_lines(((p.kind or p, p) for p in unique), line, "like it")
+    lines = group_lines(((p.kind or p, p) for p in unique), line)
     return MappingError("\n  - ".join([f"{what}: {count}.", *lines]))

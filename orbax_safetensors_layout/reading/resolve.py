@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format
 
-from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.catalog import Catalog, added_prefix
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -34,6 +34,11 @@ from orbax_safetensors_layout.sharding import (
 )
 
 from ._jax import host_registration
+
+_SHAPE_HINT = (
+    "Ask for the file's shapes, which osl.metadata(path) has, or give a mapping that makes others"
+    " of them: rule('w', tensor('w').transpose()) in an osl.Mapping."
+)
 
 
 class SourcedLeaf(NamedTuple):
@@ -146,12 +151,7 @@ def source_leaves(
                     "One leaf alone has no name: give {'name': leaf}, or patterns by `only=`."
                 )
             elif catalog.names and not any(name in catalog for name in names):
-                given = listed(map(repr, catalog.names), 3)
-                error.hint = (
-                    f"No leaf has the name of a tensor: the checkpoint has {given}."
-                    " A mapping says what leaves are made of: `mapping=` (or `osl.using(mapping=)`"
-                    " around Orbax's calls) takes osl.families.mapping(path) or an osl.Mapping."
-                )
+                error.hint = _other_names_hint(catalog.names, names)
             raise
         if strict:
             _refuse_unexpected(catalog, names, tree)
@@ -174,6 +174,23 @@ def source_leaves(
     return [SourcedLeaf(abstract, name, sources[name]) for abstract, name in pairs]
 
 
+def _other_names_hint(stored: Sequence[str], names: Sequence[str]) -> str:
+    """Return what to do where no leaf has the name of a tensor."""
+    if prefix := added_prefix(names, set(stored)):
+        keys = "".join(f"[{part!r}]" for part in prefix.split(".")[:-1])
+        return f"The checkpoint has the names without {prefix!r}: leave it out, as tree{keys} does."
+    if prefix := added_prefix(stored, set(names)):
+        nested = "tree"
+        for part in reversed(prefix.split(".")[:-1]):
+            nested = f"{{{part!r}: {nested}}}"
+        return f"The checkpoint has the names with {prefix!r} before them: give {nested}."
+    return (
+        f"No leaf has the name of a tensor: the checkpoint has {listed(map(repr, stored), 3)}."
+        " A mapping says what leaves are made of: `mapping=` (or `osl.using(mapping=)`"
+        " around Orbax's calls) takes osl.families.mapping(path) or an osl.Mapping."
+    )
+
+
 def stored_name(catalog: Catalog, abstract: AbstractLeaf) -> str:
     """The name of a leaf's tensor: that of the leaf, or of what is in its flax box."""
     name, unboxed = abstract.name, abstract.unboxed
@@ -187,6 +204,7 @@ def _check_shape(abstract: AbstractLeaf, source: ArraySource) -> None:
             "Shape mismatch",
             expected=f"{abstract.shape} (the abstract tree)",
             found=f"{shape} (the file)",
+            hint=_SHAPE_HINT,
         )
     check_holdable(shape, source.dtype)
 

@@ -145,6 +145,7 @@ def _as_abstract(value: SavedValue, abstract: AbstractLeaf) -> Any:
             "Shape mismatch",
             expected=f"{abstract.shape} (the abstract tree)",
             found=f"{short_repr(value)}, a single value",
+            hint="Ask for shape (), or for a Python number.",
         )
     array = _as_array(value, abstract.dtype)
     asked = abstract.dtype or array.dtype

@@ -721,7 +721,7 @@ def test_damage_of_metadata_and_keys_hides_nothing_else(tmp_path):
     with pytest.raises(osl.StorageError, match="cannot be opened"):
         osl.convert(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(osl.StorageError, match=r"(?s)2 arrays cannot be opened:.*'raw'.*'w0'"):
+    with pytest.raises(osl.StorageError, match=r"(?s)2 arrays cannot be opened .*'raw'.*'w0'"):
         osl.verify(folder, folder)
     (folder / "_METADATA").write_text("{}")
     with pytest.raises(osl.SafetensorsLayoutError, match="Orbax"):
@@ -831,3 +831,20 @@ def test_few_chunks_are_decoded_at_once(tmp_path, monkeypatch, budget):
     assert osl.verify(tmp_path / "rows", tmp_path / "columns", options=options).ok
     assert max(chunks) <= min(budget // 4, values.nbytes)
     assert (len(chunks) == 2) == (budget == 2 << 30)
+
+
+def test_a_prefix_of_all_names_suggests_a_subtree(tmp_path):
+    tree = {"layers": {str(i): {"w": np.ones(2), "b": np.ones(1)} for i in range(8)}}
+    osl.save(tmp_path / "plain", tree)
+    osl.save(tmp_path / "params", {"params": {"params": tree}, "step": 1})
+    report = osl.verify(tmp_path / "params", tmp_path / "plain")
+    said = "names are the same but for 'params.params.': compare with"
+    said += " subtree='params.params'"
+    assert report.findings[-1].text == f"{said} (--subtree params.params)"
+    assert not report.findings[-1].is_error
+    assert len(str(report).splitlines()) == 7
+    inner = osl.verify(tmp_path / "params", tmp_path / "plain", subtree="params")
+    assert "subtree='params.params'" in inner.findings[-1].text
+    swapped = osl.verify(tmp_path / "plain", tmp_path / "params")
+    assert "exchange the two, and compare with subtree=" in swapped.findings[-1].text
+    assert osl.verify(tmp_path / "params", tmp_path / "plain", subtree="params.params").ok

@@ -346,8 +346,10 @@ def test_many_missing_names_cost_little() -> None:
     with pytest.raises(MissingTensorError) as caught:  # quadratic work would not end in time
         catalog.entries(names)
     text = str(caught.value)
-    assert text.startswith("50,000 problems:\n  Tensor 'layers.0.mlp.weight' not found (file: /m")
-    assert text.splitlines()[4:] == ["  ... 49,997 more that differ in numbers only"]
+    assert text.startswith(
+        "50,000 problems (file: /m):\n  Tensor 'layers.0.mlp.weight' not found ("
+    )
+    assert text.endswith(" (49,999 more like it)")
     assert "'model.layers.0.mlp.weight'" in text
 
 

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.catalog import compile_pattern, select_names, suggest_names
+from orbax_safetensors_layout.catalog import (
+    added_prefix,
+    compile_pattern,
+    select_names,
+    suggest_names,
+)
 from orbax_safetensors_layout.catalog.select import is_plain
+from orbax_safetensors_layout.errors import MissingTensorError
 
 
 @pytest.mark.parametrize(
@@ -140,6 +146,34 @@ def test_names_that_are_patterns_are_spelled() -> None:
 def test_is_plain() -> None:
     assert is_plain("model.layers.0.weight,")
     assert not any(map(is_plain, ["a*", "a?", "[a]", "{a}", "}"]))
+
+
+def test_patterns_that_match_nothing_name_similar_ones() -> None:
+    names = [f"model.layers.{i}.mlp.{p}_proj.weight" for i in range(32) for p in ("up", "down")]
+    names.append("model.embed_tokens.weight")
+    first = "'model.layers.0.mlp.up_proj.weight'"
+    for pattern, said in {
+        "model.layer.*": f"'model.layers.*' matches {first}",
+        "*.upp_proj.weight": f"'*.up_proj.weight' matches {first}",
+        "layers.{0..3}.*": f"'*layers.{{0..3}}.*' matches {first}",
+        "layer.0.*": f"'*layers.0.*' matches {first}",
+        "*embed_token": "'*embed_token*' matches 'model.embed_tokens.weight'",
+        "*.mlp.up_proj": f"'*.mlp.up_proj*' matches {first}",
+        "zzz*": None,
+    }.items():
+        with pytest.raises(MissingTensorError) as caught:
+            select_names(names, pattern, path="/m")
+        assert (caught.value.hint is None) == (said is None)
+        if said is not None:
+            assert said in caught.value.hint, caught.value.hint
+
+
+def test_prefixes_that_names_have_in_addition() -> None:
+    assert added_prefix(["a.b.w", "a.b.v", "step"], {"w", "v"}) == "a.b."
+    assert added_prefix(["a.w", "b.v", "step"], {"w", "v", "x"}) == ""
+    assert added_prefix(["w"], {"w"}) == ""
+    assert added_prefix([], {"w"}) == ""
+    assert added_prefix(["a." * 1_000_000 + "w"], {"w"}) == ""  # without quadratic work
 
 
 def test_nearest_names_of_few() -> None:

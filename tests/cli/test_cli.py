@@ -48,7 +48,7 @@ def test_errors_take_one_line(tmp_path):
         done = run(*arguments)
         assert done.returncode == 2
         assert done.stderr.startswith("orbax-safetensors: ")
-        assert done.stderr.endswith(" --help\n")
+        assert done.stderr.endswith(" (see --help)\n")
         assert done.stderr.count("\n") == 1
 
 
@@ -65,6 +65,38 @@ def test_every_verb_has_help_with_an_example(command, capsys, monkeypatch):
     for example in command.examples:
         assert f"  orbax-safetensors {example}" in typed
         assert example.split()[0] == command.name
+
+
+def test_the_help_of_all_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("inspct here", "orbax-safetensors: argument COMMAND: invalid choice: 'inspct'"),
+        ("plan here --mesh foo", "orbax-safetensors: plan: argument --mesh: 'foo' is not a mesh;"),
+        (
+            "plan here --mesh x=2 --compare=--mesh=x",
+            "orbax-safetensors: --compare: argument --mesh",
+        ),
+        ("verify", "orbax-safetensors: verify: the following arguments are required: path"),
+    ],
+)
+def test_misuse_fits_80_columns_without_the_usage(arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr("orbax_safetensors_layout.cli.output._columns", lambda stream: 80)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments.split())
+    assert stopped.value.code == 2
+    text = capsys.readouterr().err
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) <= 3
+    shown = " ".join(text.split())
+    assert shown.startswith(said)
+    assert shown.endswith("(see --help)")
 
 
 def test_the_version_and_the_families(capsys):

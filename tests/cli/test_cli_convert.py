@@ -50,7 +50,7 @@ def test_a_step_into_pieces(tmp_path):
     done = run("convert", tmp_path / "run", tmp_path / "no")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "7/default" in done.stderr
+    assert "Choose a step, as step=7 (--step 7)" in done.stderr
     done = run("convert",
         tmp_path / "run", tmp_path / "pieces", "--step", 7, "--subtree", "params",
         "--format", "sharded", "--mesh", "fsdp=8", "--hosts", 4, "--dtype", "float32",

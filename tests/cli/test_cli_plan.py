@@ -418,6 +418,16 @@ def test_the_picture(path, tmp_path, capsys):
     assert main([*arguments, "--plot-files", "nothing"]) == 2
 
 
+def test_without_matplotlib_nothing_is_planned(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "orbax_safetensors_layout.cli.plot", raising=False)
+    nowhere = str(tmp_path / "nowhere")
+    assert main(["plan", nowhere, "--mesh", "x=8", "--plot", str(tmp_path / "reads.png")]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err == "orbax-safetensors: --plot needs matplotlib: pip install matplotlib\n"
+
+
 def test_names_in_the_picture_are_not_written_over_each_other(tmp_path, monkeypatch):
     """Layers of 2.4 % of a file each, whose names take 3.6 % of its width."""
     tensors = {f"layers.{n}": np.zeros((8, 100), np.float32) for n in range(40)}

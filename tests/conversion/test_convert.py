@@ -217,7 +217,8 @@ def test_a_step_is_found_and_kept(tmp_path, state):
         for step in (3, 9, 12):
             manager.save(step, args=ocp.args.StandardSave(state | {"step": step}))
         manager.wait_until_finished()
-    with pytest.raises(osl.CheckpointNotFoundError, match="12/default, 9/default, 3/default"):
+    steps = r"step=12 \(--step 12\); it has 12, 9, 3"
+    with pytest.raises(osl.CheckpointNotFoundError, match=steps):
         osl.convert(tmp_path / "run", tmp_path / "no")
     with pytest.raises(osl.CheckpointNotFoundError, match=r"there is no step 2.*12, 9, 3"):
         osl.convert(tmp_path / "run", tmp_path / "no", step=2)
@@ -674,6 +675,7 @@ def test_targets_and_meshes_that_make_no_sense(tmp_path, hf):
         ({"subtree": 5}, "subtree must be a dotted name, not 5"),
         ({"mesh": mesh, "spec": 5}, "spec must be a list of sharding rules.*not 5"),
         ({"mesh": mesh, "spec": "'.*' = x"}, "spec must be a list of sharding rules"),
+        ({"mesh": mesh, "spec": {".*": "x"}}, r"a list of sharding rules, as \[\"'.*kernel' = "),
         ({"mesh": mesh, "spec": [("a", "b")]}, r"\('a', 'b'\) is not a sharding rule"),
     ):
         with pytest.raises(ValueError, match=expected):

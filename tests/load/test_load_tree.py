@@ -236,6 +236,20 @@ def test_all_missing_names_are_reported_together(path):
     assert isinstance(caught.value, KeyError)
 
 
+def test_a_prefix_too_much_or_too_little_is_named(path, tmp_path):
+    leaves = {"kernel": sds((8, 4)), "bias": sds((4,))}
+    with pytest.raises(osl.MissingTensorError) as caught:
+        osl.load(path, {"params": {"layers": [leaves]}})
+    assert caught.value.hint == (
+        "The checkpoint has the names without 'params.': leave it out, as tree['params'] does."
+    )
+    with pytest.raises(osl.MissingTensorError) as caught:
+        osl.load(path, leaves)
+    assert caught.value.hint == (
+        "The checkpoint has the names with 'layers.0.' before them: give {'layers': {'0': tree}}."
+    )
+
+
 def test_all_shape_mismatches_are_reported_together(path):
     tree = {"layers.0.kernel": sds((4, 8)), "layers.0.bias": sds((5,)), "step": sds((), np.int32)}
     with pytest.raises(osl.ShapeMismatchError) as caught:

@@ -372,7 +372,8 @@ def test_everything_wrong_in_one_error():
     assert str(caught.value).splitlines() == [
         "The mapping does not fit the checkpoint and the model: 13 problems.",
         "  - 2 rules make leaf 'final.norm': those for '{x}.norm' and 'final.norm'.",
-        "  - no rule makes leaf 'final.nrm'. The nearest targets of rules are 'final.norm'.",
+        "  - no rule makes leaf 'final.nrm'. The nearest targets of rules are 'final.norm'. Add"
+        " rules for such, or leave them out of the tree.",
         "  - leaf 'embed': there is no tensor 'model.embde.weight'. The nearest tensors are"
         " 'model.embed.weight', 'model.norm.weight', 'model.layers.5.q.weight'.",
         "  - leaf 'layers.q': stack(tensor('model.layers.{i}.q.weight')"
@@ -383,12 +384,9 @@ def test_everything_wrong_in_one_error():
         " stack(tensor('model.layers.{i}.down.weight').transpose(), over='i', axis=1) gives shape"
         " [64, 6, 16] float32 of 'model.layers.0.down.weight' and 5 more. The axes are in another"
         " order: transpose, rearrange, or stack along another one.",
-        *(
-            f"  - leaf 'blocks.{i}.up': {up}, given shape [64, 16] float32 of"
-            f" 'model.layers.{i}.up.weight': axis 0 has extent 64, which is not a multiple of d=48."
-            for i in range(3)
-        ),
-        "  - ... 3 more like it",
+        f"  - leaf 'blocks.0.up': {up}, given shape [64, 16] float32 of"
+        " 'model.layers.0.up.weight': axis 0 has extent 64, which is not a multiple of d=48."
+        " (5 more like it)",
         "  - no rule uses tensor 'model.embed.weight'. The nearest names that rules take and"
         " the checkpoint lacks are 'model.embde.weight'. Add rules for such, or name"
         " them in Mapping(..., ignore=[...]).",
