@@ -28,9 +28,8 @@ from orbax_safetensors_layout.plan import (
 from orbax_safetensors_layout.pytree import (
     AbstractTree,
     abstract_array,
-    dotted_name,
+    leaf_name,
     prng,
-    unboxed_name,
 )
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.sharding import (
@@ -120,7 +119,7 @@ def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[
     shared = functools.cache(functools.partial(abstract_sharding, mesh))
 
     for path, leaf in pairs:
-        name = unboxed_name(path) or dotted_name(path)
+        name = leaf_name(path)
         shape = getattr(leaf, "shape", None)
         if shape is None:  # a value that every process reads for itself
             structs.append(leaf)

@@ -39,7 +39,7 @@ from orbax_safetensors_layout.options import (
     given_or_default,
     require,
 )
-from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
+from orbax_safetensors_layout.pytree import leaf_name
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.storage import (
@@ -60,7 +60,8 @@ from orbax_safetensors_layout.writing import (
 )
 
 from .updated_arrays import updated
-from .versions import PublishedVersions, VersionChain, check_whole, versioned
+from .versioned_storage import check_whole, versioned
+from .versions import PublishedVersions, VersionChain
 
 _IDENTITY, _SIDECAR_FILES = "pulled", "pulled_files"  # in the index of a folder that was pulled
 _BLOCK_BYTES = 8 * MIB
@@ -163,7 +164,7 @@ def pull(
 def _form(tree: Any, mapping: Mapping | None) -> str:
     """Return a digest of what the leaves of a tree are made of."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    names = [unboxed_name(path) or dotted_name(path) for path, _ in paths]
+    names = [leaf_name(path) for path, _ in paths]
     made_of = mapping and fingerprint(mapping)
     return hashlib.sha256(repr((made_of, names)).encode()).hexdigest()
 

@@ -13,12 +13,13 @@ from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.format import PACKED, storage_dtype
 from orbax_safetensors_layout.mapping import LiveTensors, Mapping, reapplied
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.pytree import dotted_name, unboxed_name
+from orbax_safetensors_layout.pytree import leaf_name
 from orbax_safetensors_layout.reading import values_on_all
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers, allocate
 from orbax_safetensors_layout.sharding import box_of
 
-from .versions import Difference, put_together
+from .difference import Difference
+from .versioned_storage import put_together
 
 _BATCH_BYTES = 256 * MIB  # of tensors that are on the host at once, or one tensor
 _THREADS = 4
@@ -43,7 +44,7 @@ def updated(
         MismatchError: A leaf is not an array.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {unboxed_name(path) or dotted_name(path): leaf for path, leaf in paths}
+    leaves = {leaf_name(path): leaf for path, leaf in paths}
     uses = collections.Counter(map(id, leaves.values()))
     changed = {name for difference in differences for name in difference.entries}
     parts: list[LiveTensors] | list[_LeafAsTensor]

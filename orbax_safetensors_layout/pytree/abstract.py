@@ -16,7 +16,7 @@ from orbax_safetensors_layout.errors import DtypeMismatchError
 from orbax_safetensors_layout.sharding import Placement, is_abstract
 
 from . import prng
-from .keys import dotted_name, nested_dicts, unboxed_name
+from .keys import dotted_name, leaf_name, nested_dicts, unboxed_name
 
 abstract_array: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
@@ -81,7 +81,7 @@ class AbstractTree(NamedTuple):
             if leaf is not None and leaf.unboxed is not None and leaf.name in plain:
                 parsed[number] = leaf._replace(name=leaf.unboxed)
         left_out = [path for path, leaf in paths if leaf is ...]
-        skipped = {unboxed_name(path) or dotted_name(path) for path in left_out}
+        skipped = {leaf_name(path) for path in left_out}
         skipped |= {dotted_name(path) for path in left_out}
         build = functools.partial(jax.tree_util.tree_unflatten, treedef)
         return cls([leaf for _, leaf in paths], parsed, skipped, build)
@@ -105,7 +105,7 @@ def abstract_dicts(specs: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str
 def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...] | None]:
     """Return the shape of each leaf of a tree by name, as loading names it; None without one."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {unboxed_name(key) or dotted_name(key): getattr(x, "shape", None) for key, x in leaves}
+    return {leaf_name(key): getattr(x, "shape", None) for key, x in leaves}
 
 
 def _replicated_everywhere() -> NamedSharding:

@@ -39,3 +39,8 @@ def unboxed_name(path: Sequence[object]) -> str | None:
     """Return the name of a leaf without its flax box (`nnx.Variable`); None where it has none."""
     is_boxed = len(path) > 1 and getattr(path[-1], "name", None) == "value"
     return dotted_name(path[:-1]) if is_boxed else None
+
+
+def leaf_name(path: Sequence[object]) -> str:
+    """Return the dotted name of a leaf; a flax box adds nothing to it."""
+    return unboxed_name(path) or dotted_name(path)

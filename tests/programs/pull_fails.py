@@ -5,7 +5,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.conversion import versions
+from orbax_safetensors_layout.conversion import difference, versions
 
 
 def placed(factor, spec, devices):
@@ -45,16 +45,16 @@ def main(target):
     def fail(*args, **kwargs):
         raise OSError("the disk is gone")
 
-    for name in ("read_file", "apply_difference"):
-        whole = getattr(versions, name)
+    for module, name in ((versions, "read_file"), (difference, "apply_difference")):
+        whole = getattr(module, name)
         if is_odd:
-            setattr(versions, name, fail)
+            setattr(module, name, fail)
         for into in (trees[0], first):
             key = f"{name} {'in place' if into is first else 'anew'}"
             found[key] = outcome(lambda into=into: osl.pull(target, into))
         key = f"{name} of a version"
         found[key] = outcome(lambda: osl.pull(target, trees[0], version=2))
-        setattr(versions, name, whole)
+        setattr(module, name, whole)
 
     one = {**trees[0], "one": placed(1, P(), jax.devices()[:2])}
     other = f"{target}-one"

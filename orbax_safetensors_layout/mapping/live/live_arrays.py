@@ -25,7 +25,7 @@ from orbax_safetensors_layout.errors import (
     MappingError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.pytree import abstract_array, dotted_name, nested_dicts, unboxed_name
+from orbax_safetensors_layout.pytree import abstract_array, leaf_name, nested_dicts
 from orbax_safetensors_layout.sharding import Placement, sharding_of
 
 from ..affine.bound import BoundExpr, Valued
@@ -302,7 +302,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named: dict[str, Any] = {}
     for path, leaf in leaves:
-        name = unboxed_name(path) or dotted_name(path)
+        name = leaf_name(path)
         if name in named:
             raise MappingError(
                 "two leaves have one name",
@@ -321,7 +321,7 @@ def _asked_leaves(tree: Any) -> tuple[dict[str, _AskedLeaf], Callable[[Iterable[
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     asked: dict[str, _AskedLeaf] = {}
     for path, leaf in leaves:
-        name = unboxed_name(path) or dotted_name(path)
+        name = leaf_name(path)
         if _is_placement(leaf):
             asked[name] = _AskedLeaf(placement=leaf)
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
