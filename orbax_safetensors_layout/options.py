@@ -525,8 +525,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("total_seconds base_seconds max_seconds", "a number of seconds", _is_number),
     (
         "latency_seconds",
-        f"{_BY_CLASS} numbers of seconds, of an hour at most",
-        lambda v: _is_by_class(v, 0, 3600),
+        f"{_BY_CLASS} numbers of seconds, of a day at most",
+        lambda v: _is_by_class(v, 0, 86_400),
     ),
     (
         "bandwidth_bytes_per_second host_bandwidth_bytes_per_second"

@@ -225,7 +225,7 @@ class ExchangePolicy(NamedTuple):
                 for kind, count in kinds
             )
         others = stored_bytes - shared_bytes  # of each process at most
-        through_gaps = stored_bytes / self.limits.gap_request_bytes  # requests, at most
+        through_gaps = stored_bytes // self.limits.gap_request_bytes  # requests, at most
         alone = self.rates.seconds(stored_bytes, stored_bytes * processes, through_gaps)
         reading = self.rates.seconds(
             others + shared_bytes / processes, others * processes + shared_bytes
@@ -238,7 +238,7 @@ class ExchangePolicy(NamedTuple):
             return True
         saved_bytes = kind.stored_bytes * (processes - 1)  # of all processes
         each = saved_bytes / processes
-        saved = self.rates.seconds(each, saved_bytes, each / self.limits.gap_request_bytes)
+        saved = self.rates.seconds(each, saved_bytes, each // self.limits.gap_request_bytes)
         return saved > self.rates.exchange(kind.grid).seconds(kind.gathered_bytes)
 
     def plan(self, leaves: Iterable[SharedLeaf], stored_bytes: int, processes: int) -> list[Stage]:
