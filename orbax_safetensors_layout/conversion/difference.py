@@ -7,7 +7,12 @@ import hashlib
 import numpy as np
 
 from orbax_safetensors_layout.catalog import read_header
-from orbax_safetensors_layout.errors import FormatError, InvalidIndexError, listed
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    InvalidIndexError,
+    listed,
+)
 from orbax_safetensors_layout.format import (
     MAIN_INDEX,
     DifferenceFormat,
@@ -40,7 +45,11 @@ class Difference:
         index = parse_index(data, file=index_file)
         for name in index.files:
             file = join(self.folder, name)
-            header = read_header(self._storage, file)
+            try:
+                header = read_header(self._storage, file)
+            except (CheckpointNotFoundError, FormatError) as error:
+                error.hint = error.hint or VERSION_HINT
+                raise
             named = {tensor for tensor, place in index.weight_map.items() if place == name}
             if named != header.tensors.keys():
                 raise InvalidIndexError(

@@ -15,6 +15,7 @@ from orbax_safetensors_layout.catalog import Catalog, read_header
 from orbax_safetensors_layout.errors import (
     CheckpointExistsError,
     InvalidArgumentError,
+    MappingError,
     MismatchError,
     UnsupportedDtypeError,
     listed,
@@ -27,11 +28,14 @@ from orbax_safetensors_layout.format import (
     SUFFIX,
     DifferenceFormat,
     DType,
+    Manifest,
     NewTensor,
+    TensorLeaf,
     checksum,
     encoded_difference,
     index_bytes,
     lay_out,
+    leaf_names,
     version_folder,
     version_text,
 )
@@ -53,6 +57,8 @@ from orbax_safetensors_layout.writing import commit_when_complete
 from .updated_arrays import as_stored, bytes_of, check_shared, gathered
 from .versions import PublishedVersions, VersionChain
 
+_WHOLE = "Publish versions whole, with whole_every=1."
+
 
 def publish(
     folder: PathLike,
@@ -73,7 +79,7 @@ def publish(
 
     Args:
         folder: Of all versions; or its URL.
-        tree: The model, as for `save`: arrays alone.
+        tree: The model, as for `save`: arrays alone, with a mapping `jax.Array`s.
         mapping: What the leaves are made of, as for `load`.
         base: The model that whoever pulls has from the start, as a folder or URL, which counts as
             version 0: the first version is then differences to it. Without one it is whole.
@@ -100,6 +106,8 @@ def publish(
             number = before + 1
             prepared = PreparedSave.of(tree, options, mapping=mapping)
             _check_arrays(prepared)
+            if whole_every > 1:
+                _check_comparable(tree, mapping, prepared)
             if number % whole_every == 0 or not (before or base is not None):
                 metadata = {"version": version_text(number), HISTORY: uuid.uuid4().hex}
                 plan = dataclasses.replace(prepared.plan, index_metadata=metadata)
@@ -113,7 +121,8 @@ def publish(
                 chain = versions.chain(before)
             group.barrier("agreeing on the version before", agree=chain.fingerprint())
             catalog = versions.catalog(chain)
-            tensors = _tensors(prepared, catalog)
+            tensors = _tensors(prepared)
+            _check_before(prepared, tensors, catalog)
             check_shared(prepared.values.named())
             values = _values(tree, mapping, prepared)
             _publish_differences(versions, chain, catalog, tensors, values, group, options)
@@ -159,14 +168,34 @@ def _check_arrays(prepared: PreparedSave) -> None:
         )
 
 
-def _tensors(prepared: PreparedSave, catalog: Catalog) -> dict[str, NewTensor]:
-    """Return the tensors of a tree by name; they must be those of the version before."""
-    mapped = prepared.mapped
-    tensors = {leaf.tensor.name: leaf.tensor for leaf in prepared.plan.leaves}
-    if mapped is not None:
-        tensors = {
-            tensor.name: tensor for _, _, members in prepared.plan.files for tensor in members
-        }
+def _check_comparable(tree: Any, mapping: Mapping | None, prepared: PreparedSave) -> None:
+    """Raises for what no differences can be of, also where the first version is whole."""
+    odd = [name for name, tensor in _tensors(prepared).items() if tensor.dtype.bits % 8]
+    if odd:
+        raise UnsupportedDtypeError(
+            "differences are of whole bytes",
+            tensor=odd[0],
+            expected="a dtype of 8 bits or more, or of 4 that is stored one a byte",
+            found=_tensors(prepared)[odd[0]].dtype.code,
+            hint="Cast it, or publish versions whole, with whole_every=1.",
+        )
+    if mapping is not None:
+        try:
+            unapplied(mapping, tree)
+        except MappingError as error:
+            error.hint = f"{error.hint or ''} {_WHOLE}".strip()
+            raise
+
+
+def _tensors(prepared: PreparedSave) -> dict[str, NewTensor]:
+    """Return the tensors of a tree by name."""
+    if prepared.mapped is None:
+        return {leaf.tensor.name: leaf.tensor for leaf in prepared.plan.leaves}
+    return {tensor.name: tensor for _, _, members in prepared.plan.files for tensor in members}
+
+
+def _check_before(prepared: PreparedSave, tensors: Dict[str, NewTensor], catalog: Catalog) -> None:
+    """Raises if the tensors of a tree are others than those of the version before."""
     entries = catalog.all_entries()
     if names := sorted(tensors.keys() ^ entries.keys()):
         raise MismatchError(
@@ -175,7 +204,7 @@ def _tensors(prepared: PreparedSave, catalog: Catalog) -> dict[str, NewTensor]:
             tensor=names[0],
             expected=f"its {len(entries)} tensors",
             found=f"{len(tensors)} tensors, of which some are in one alone: {listed(names)}",
-            hint="Publish this version whole, with whole_every=1.",
+            hint=_WHOLE,
         )
     problems = [
         MismatchError(
@@ -188,15 +217,34 @@ def _tensors(prepared: PreparedSave, catalog: Catalog) -> dict[str, NewTensor]:
         for name, entry in entries.items()
         if (entry.dtype.code, entry.shape) != (tensors[name].dtype.code, tensors[name].shape)
     ]
+    if not problems:  # of equal bits that are read as something else
+        own, before = _special(prepared.manifest), _special(catalog.manifest())
+        problems = [
+            MismatchError(
+                "a leaf is of another type than in the version before",
+                file=catalog.path,
+                tensor=name,
+                expected=before.get(name, "what its tensor has"),
+                found=own.get(name, "what its tensor has"),
+            )
+            for name in sorted(own.keys() | before.keys())
+            if own.get(name) != before.get(name)
+        ]
     if problems:
-        hint = "Publish this version whole, with whole_every=1."
-        raise MismatchError.collect(problems, "tensors differ", hint=hint)
-    odd = [name for name, tensor in tensors.items() if tensor.dtype.bits % 8]
-    if odd:
-        raise UnsupportedDtypeError(
-            "differences are of whole bytes", tensor=odd[0], found=str(tensors[odd[0]].dtype.numpy)
-        )
-    return tensors
+        raise MismatchError.collect(problems, "tensors differ", hint=_WHOLE)
+
+
+def _special(manifest: Manifest | None) -> dict[str, str]:
+    """Return what a manifest says of leaves that their tensors do not: dtypes, and PRNG keys."""
+    if manifest is None or manifest.tree is None:
+        return {}
+    named = ((name, leaf) for name, leaf in leaf_names(manifest.tree))
+    tensors = ((name, leaf) for name, leaf in named if isinstance(leaf, TensorLeaf))
+    return {
+        name: leaf.dtype or f"PRNG keys of {leaf.key_impl}"
+        for name, leaf in tensors
+        if leaf.dtype or leaf.key_impl
+    }
 
 
 def _values(tree: Any, mapping: Mapping | None, prepared: PreparedSave) -> Iterator[Dict[str, Any]]:

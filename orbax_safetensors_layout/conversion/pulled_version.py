@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.format import (
     MAIN_INDEX,
     MANIFEST,
+    SUFFIX,
+    DType,
     NewTensor,
     folder_version,
     index_bytes,
@@ -59,11 +62,14 @@ from orbax_safetensors_layout.writing import (
     write_small_files,
 )
 
-from .updated_arrays import updated
+from .updated_arrays import are_published, updated
 from .versioned_storage import check_whole, versioned
 from .versions import PublishedVersions, VersionChain
 
 _IDENTITY, _SIDECAR_FILES = "pulled", "pulled_files"  # in the index of a folder that was pulled
+_NOT_HELD = (
+    "Version %d is loaded anew: the arrays were pulled by another mapping or other names, or cast"
+)
 _BLOCK_BYTES = 8 * MIB
 _THREADS = 4
 
@@ -74,7 +80,8 @@ class Pulled(NamedTuple):
     version: int
     tree: Any = None
     identity: str | None = None  # of the version; of two histories no two are equal
-    form: str | None = None  # a digest of the mapping and of the leaves' names
+    # A digest of the mapping, and of the leaves' names and dtypes; of what was cast an empty text.
+    form: str | None = None
 
 
 def pull(
@@ -145,28 +152,48 @@ def pull(
                     known = held and (held.version, held.identity)
                     chain = versions.chain(_number(versions, version), known)
                 if held is not None:
-                    new = _updated(held, chain, mapping, group=group, donate=donate)
+                    new = _updated(held, chain, mapping, versions, group=group, donate=donate)
                     if new is not None:
                         return new
                     into, chain = held.tree, None
+
+        published: dict[str, DType] = {}
 
         def open_version() -> Catalog:
             nonlocal chain
             if chain is None:
                 chain = versions.chain(_number(versions, version))
-            return versions.catalog(chain)
+            catalog = versions.catalog(chain)
+            published.update(_dtypes(catalog))
+            return catalog
 
         tree = load_requested(path, LoadRequest(into, mapping, None, options), open_version)
         assert chain is not None
-        return Pulled(chain.number, tree, chain.identity, _form(tree, mapping))
+        form = _form(tree, mapping) if are_published(tree, mapping, published) else ""
+        return Pulled(chain.number, tree, chain.identity, form)
+
+
+def _dtypes(catalog: Catalog) -> dict[str, DType]:
+    return {name: entry.dtype for name, entry in catalog.all_entries().items()}
 
 
 def _form(tree: Any, mapping: Mapping | None) -> str:
     """Return a digest of what the leaves of a tree are made of."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    names = [leaf_name(path) for path, _ in paths]
+    names = [(leaf_name(path), str(getattr(leaf, "dtype", ""))) for path, leaf in paths]
     made_of = mapping and fingerprint(mapping)
     return hashlib.sha256(repr((made_of, names)).encode()).hexdigest()
+
+
+def _is_held(held: Pulled, mapping: Mapping | None, versions: PublishedVersions) -> bool:
+    """Whether differences apply to arrays: they are the tensors of their version, as they are."""
+    if held.form is not None:
+        return held.form == _form(held.tree, mapping)
+    try:
+        published = _dtypes(versions.catalog(versions.chain(held.version)))
+    except CheckpointNotFoundError:
+        return False
+    return are_published(held.tree, mapping, published)
 
 
 def _number(versions: PublishedVersions, version: int | None) -> int:
@@ -185,18 +212,18 @@ def _updated(
     held: Pulled,
     chain: VersionChain,
     mapping: Mapping | None,
+    versions: PublishedVersions,
     *,
     group: ProcessGroup,
     donate: bool,
 ) -> Pulled | None:
     """Return a version made from one that is held; None if all processes are to load it."""
-    differences = chain.since(held.version, held.identity)
-    if differences and held.form not in (None, _form(held.tree, mapping)):
-        differences = None  # they would be looked for under other names
-        text = "Version %d is loaded anew: the arrays were pulled by another mapping or other names"
-        logging.warning(text, chain.number)
-    has = "nothing" if differences is None else f"version {held.version}"
     try:
+        differences = chain.since(held.version, held.identity)
+        if differences and not _is_held(held, mapping, versions):
+            differences = None  # they would be looked for under other names, or in other bits
+            logging.warning(_NOT_HELD, chain.number)
+        has = "nothing" if differences is None else f"version {held.version}"
         agreed = chain.fingerprint()
         agreed = agreed._replace(digest=f"{has} {agreed.digest}", description=has)
         group.barrier("agreeing on the differences", agree=agreed)
@@ -242,13 +269,28 @@ def _pull_folder(versions: PublishedVersions, version: int | None, into: str) ->
                 catalog = versioned(own, differences)
                 catalog.all_entries()  # of files that are there, and as long as they should be
                 if differences:
-                    _write_version(catalog, chain, folder, overwrite=True)
+                    own_files = read_sidecar_files(
+                        own.path, storage=storage, code=True, with_card=True
+                    )
+                    files = {n: own_files[n] for n in held.sidecar_files if n in own_files}
+                    _write_version(catalog, chain, folder, files, held)
             return pulled
         except (FormatError, CheckpointNotFoundError) as error:
             logging.warning("%s is pulled anew: %s", folder, error)
         chain = versions.chain(number)
-    _write_version(versions.catalog(chain), chain, folder, overwrite=held is not None)
+    catalog = versions.catalog(chain)
+    # What was published comes along as it is; of a model that is only named, no code.
+    is_own = chain.whole > 0
+    files = read_sidecar_files(
+        _root(catalog), storage=catalog.storage, code=is_own, with_card=is_own
+    )
+    _write_version(catalog, chain, folder, files, held)
     return pulled
+
+
+def _root(catalog: Catalog) -> str:
+    is_file = catalog.files == (catalog.path,)
+    return os.path.dirname(catalog.path) if is_file else catalog.path
 
 
 class _Held(NamedTuple):
@@ -256,6 +298,7 @@ class _Held(NamedTuple):
 
     number: int
     identity: str
+    files: frozenset[str]
     sidecar_files: tuple[str, ...]
 
 
@@ -271,7 +314,7 @@ def _held_version(folder: str) -> _Held | None:
             names = index.metadata.get(_SIDECAR_FILES, ())
             if number is not None and _IDENTITY in index.metadata and isinstance(names, list):
                 identity = str(index.metadata[_IDENTITY])
-                return _Held(number, identity, tuple(map(str, names)))
+                return _Held(number, identity, frozenset(index.files), tuple(map(str, names)))
         if is_safetensors_checkpoint(folder, storage=storage):
             raise _foreign(folder, "another checkpoint")
     return None
@@ -288,15 +331,20 @@ def _foreign(folder: str, found: str) -> SafetensorsLayoutError:
     )
 
 
-def _write_version(catalog: Catalog, chain: VersionChain, folder: str, *, overwrite: bool) -> None:
-    """Writes a version's files into a local folder, with `overwrite` in place of an earlier one."""
+def _write_version(
+    catalog: Catalog,
+    chain: VersionChain,
+    folder: str,
+    sidecar_files: dict[str, bytes],
+    held: _Held | None,
+) -> None:
+    """Writes a version's files into a local folder, in place of those of an earlier one."""
     check_whole(catalog)
-    root = os.path.dirname(catalog.path) if catalog.files == (catalog.path,) else catalog.path
+    root = _root(catalog)
     names = {file: file.removeprefix(f"{root.rstrip('/')}/") for file in catalog.files}
     files: dict[str, list[NewTensor]] = {name: [] for name in names.values()}
     for entry in catalog.all_entries().values():
         files[names[entry.file]].append(NewTensor(entry.name, entry.dtype, entry.shape))
-    sidecar_files = read_sidecar_files(root, storage=catalog.storage)
     metadata = {
         "version": version_text(chain.number),
         _IDENTITY: chain.identity,
@@ -308,8 +356,9 @@ def _write_version(catalog: Catalog, chain: VersionChain, folder: str, *, overwr
             storage,
             folder,
             group=ProcessGroup.alone(),
-            overwrite=overwrite,
+            overwrite=held is not None,
             sidecar_files=sidecar_files,
+            kept=_other_weights(storage, folder, {*files, *(held.files if held else ())}),
         ) as place,
     ):
         new = place.folder
@@ -331,6 +380,12 @@ def _write_version(catalog: Catalog, chain: VersionChain, folder: str, *, overwr
             storage, join(new, MAIN_INDEX), index_bytes([*files.items()], metadata), durable=True
         )
         storage.flush_folder(new)
+
+
+def _other_weights(storage: LocalStorage, folder: str, files: Set[str]) -> set[str]:
+    """Return files of weights that are neither of a version that a folder has nor of the next."""
+    weights = {name for name in storage.list(folder) if name.endswith(SUFFIX)}
+    return weights - files
 
 
 def _copy(catalog: Catalog, file: str, start: int, stop: int, writer: FileWriter) -> None:

@@ -9,9 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from orbax_safetensors_layout.errors import MismatchError
-from orbax_safetensors_layout.format import PACKED, storage_dtype
-from orbax_safetensors_layout.mapping import LiveTensors, Mapping, reapplied
+from orbax_safetensors_layout.errors import MappingError, MismatchError
+from orbax_safetensors_layout.format import PACKED, DType, storage_dtype
+from orbax_safetensors_layout.mapping import (
+    LiveTensors,
+    Mapping,
+    buffers_of,
+    reapplied,
+    unapplied,
+)
 from orbax_safetensors_layout.options import MIB
 from orbax_safetensors_layout.pytree import leaf_name
 from orbax_safetensors_layout.reading import values_on_all
@@ -61,6 +67,8 @@ def updated(
         check_shared(leaf for part in affected for leaf in part.leaves().items())
         for batch in _batches(affected):
             tensors = {name: value for part in batch for name, value in part.values().items()}
+            for part in batch:
+                _check_unchanged(part, tensors)
             new = {
                 name: _copied(as_stored(gathered(value, group)))
                 for name, value in tensors.items()
@@ -111,6 +119,43 @@ class _LeafAsTensor(NamedTuple):
 
     def loaded(self, tensors: Dict[str, Any]) -> dict[str, Any]:
         return {self.name: tensors[self.name]}
+
+    def codes(self) -> dict[str, str]:
+        return {self.name: storage_dtype(self.value.dtype, self.value.size).code}
+
+    def changed(self, tensors: Dict[str, Any]) -> list[str]:
+        return []
+
+
+def are_published(tree: Any, mapping: Mapping | None, published: Dict[str, DType]) -> bool:
+    """Whether the tensors that leaves are made of have the dtypes of those that were published.
+
+    Of what no tensors can be made of, `updated` says so.
+    """
+    parts: Iterable[LiveTensors | _LeafAsTensor]
+    if mapping is None:
+        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+        arrays = (leaf for leaf in paths if isinstance(leaf[1], jax.Array | np.ndarray))
+        plain = (a for a in arrays if not jax.numpy.issubdtype(a[1].dtype, jax.dtypes.extended))
+        parts = [_LeafAsTensor(leaf_name(path), leaf) for path, leaf in plain]
+    else:
+        try:
+            parts = unapplied(mapping, tree)
+        except MappingError:
+            return True
+    codes = (item for part in parts for item in part.codes().items())
+    return all(name not in published or published[name].code == code for name, code in codes)
+
+
+def _check_unchanged(part: LiveTensors | _LeafAsTensor, tensors: Dict[str, Any]) -> None:
+    """Raises where leaves that take a tensor which changes would change elsewhere, too."""
+    if names := part.changed(tensors):
+        raise MismatchError(
+            "leaves are not what the tensors make that a save would write of them",
+            tensor=names[0],
+            expected="the same bits, since tensors of theirs do not change",
+            found=f"others in {len(names)} leaves: the mapping rounds (lossy_inverse=True)",
+        )
 
 
 def _batches(parts: Sequence[Any]) -> Iterator[list[Any]]:
@@ -193,9 +238,5 @@ def _placed(stored: np.ndarray, like: Any) -> Any:
 
 def _give_up(old: Any, new: Any) -> None:
     """Frees an array's memory, unless another has it."""
-    if isinstance(old, jax.Array) and _addresses(old).isdisjoint(_addresses(new)):
+    if isinstance(old, jax.Array) and buffers_of(old).isdisjoint(buffers_of(new)):
         old.delete()
-
-
-def _addresses(array: jax.Array) -> set[int]:
-    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}

@@ -40,7 +40,8 @@ _VOCABULARIES = [
     for name in ("lm_head", "embed_tokens")
 ]
 _MOST_BYTES = 512 * MIB  # of a side file: the largest tokenizers have some 30 MB
-_OF_SCALES = ("scale", "absmax", "SCB", "qzeros")  # in the names of what quantised integers need
+# Integers that models have beside their weights; all others, but for those of 64 bits, are codes.
+_BUFFER = re.compile(r"(ids|index|mask|bias|tracked)$")
 # Patterns of names. Tokenizers' are those of transformers 5.24's VOCAB_FILES_NAMES and of its hub.
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "*.jinja")
 _TOKENIZER = (
@@ -114,12 +115,14 @@ def read_sidecar_files(
     *,
     storage: Storage | None = None,
     code: bool = False,
+    with_card: bool = False,
     required: str | None = None,
 ) -> dict[str, bytes]:
     """Returns the side files of a Hugging Face folder, or that one file, by name.
 
     They are those of the version that a `storage` has pinned, if it is given. Names of files in
-    folders are paths; with `code` the modules that a configuration may name are among them. Links
+    folders are paths; with `code` the modules that a configuration may name are among them. The
+    model card is that of another model, unless the tensors are the same (`with_card`). Links
     in a local folder may lead to files below it, and from a snapshot of the hub's cache to its
     blobs. Where there have to be some, `required` is the name of the argument.
     """
@@ -132,7 +135,7 @@ def read_sidecar_files(
             name = os.path.basename(folder)
             files = {name: folder} if _is_among(name, _MODEL) else {}
         else:
-            names = sorted(_names(storage, folder, code=code))
+            names = sorted(_names(storage, folder, code=code, with_card=with_card))
             files = {name: join(folder, name) for name in names}
             if storage.kind == "local":
                 _check_links(folder, files)
@@ -170,9 +173,9 @@ def with_model_files(options: WriteOptions | None) -> WriteOptions | None:
     return dataclasses.replace(options, model=model_files(options.model, code=options.code))
 
 
-def _names(storage: Storage, folder: str, *, code: bool) -> Iterator[str]:
+def _names(storage: Storage, folder: str, *, code: bool, with_card: bool) -> Iterator[str]:
     """Yield the names of side files in a folder, and those in folders there as paths."""
-    patterns = (*_MODEL, _CODE) if code else _MODEL
+    patterns = (*_MODEL, *[_CODE] * code, *[_CARD] * with_card)
     in_folders = {**_IN_FOLDERS, **(_CODE_IN_FOLDERS if code else {})}
     if not storage.lists:
         yield from storage.existing(folder, {p for p in patterns if "*" not in p})
@@ -320,15 +323,14 @@ def _named_code(files: Mapping[str, bytes]) -> set[str]:
 
 
 def _has_quantized(tensors: Mapping[str, SavedTensor]) -> bool:
-    """Returns whether a tensor is a float of 8 bits or fewer, or integers with scales beside."""
-    scaled = {
-        name.rpartition(".")[0] for name in tensors if any(word in name for word in _OF_SCALES)
-    }
+    """Returns whether a tensor is a float of 8 bits or fewer, or integers that may be codes."""
 
     def is_quantized(name: str, tensor: SavedTensor) -> bool:
+        if not tensor.shape:
+            return False
         if is_floating(tensor.dtype):
             return tensor.dtype.itemsize == 1 and len(tensor.shape) > 1
-        holds_codes = tensor.dtype.itemsize == 1 or tensor.dtype.name == "int32"
-        return holds_codes and not scaled.isdisjoint((name, name.rpartition(".")[0]))
+        is_small = tensor.dtype.itemsize < 8 and "int" in tensor.dtype.name
+        return is_small and not _BUFFER.search(name)
 
     return any(is_quantized(*tensor) for tensor in tensors.items())

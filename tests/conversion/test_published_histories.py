@@ -3,10 +3,12 @@
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from changing_models import as_bytes, model
 from programs import run_processes
 from published import read_version
@@ -245,6 +247,50 @@ def test_the_files_of_a_folder_that_others_use_stay(tmp_path):
         osl.pull(tmp_path / "all", tmp_path / "base", base=tmp_path / "base")
 
 
+def test_weights_that_others_put_into_a_pulled_folder_stay(tmp_path):
+    own = tmp_path / "own"
+    for number in range(3):
+        osl.publish(tmp_path / "all", abc(number, 0, 0))
+        osl.pull(tmp_path / "all", own)
+        adapter = {"x": np.full(3, number, np.int32)}
+        safetensors.numpy.save_file(adapter, own / f"adapter_{number}.safetensors")
+    osl.publish(tmp_path / "all", abc(3, 0, 0), whole_every=1)
+    (own / "model.safetensors").unlink()
+    osl.pull(tmp_path / "all", own)
+    assert as_bytes(safetensors.numpy.load_file(own / "model.safetensors")) == as_bytes(
+        abc(3, 0, 0)
+    )
+    for number in range(3):
+        adapter = safetensors.numpy.load_file(own / f"adapter_{number}.safetensors")
+        assert adapter["x"].tolist() == [number] * 3
+
+
+@pytest.mark.parametrize("from_base", [False, True])
+def test_code_and_card_of_what_was_published_come_along(tmp_path, from_base):
+    """Not those of a model that is only named as the base."""
+    model, own = tmp_path / "model", tmp_path / "own"
+    osl.save(model, abc(0, 0, 0))
+    files = {"config.json": "{}", "modeling_a.py": "pass", "README.md": "of the model"}
+    for name, text in files.items():
+        (model / name).write_text(text)
+    options = osl.WriteOptions(model=model, code=True, card={"step": 7})
+    how = {"base": model} if from_base else {"options": options}
+    base = {"base": model} if from_base else {}
+    for number in (1, 2, 3):
+        osl.publish(tmp_path / "all", abc(number, 0, 0), **how)
+        osl.pull(tmp_path / "all", own, **base)
+        (own / "mine.py").write_text("mine")
+        names = {file.name for file in own.iterdir() if file.suffix in (".py", ".md", ".json")}
+        names -= {"orbax_safetensors_layout.json", "model.safetensors.index.json"}
+        if from_base:
+            assert names == {"config.json", "mine.py"}
+        else:
+            assert names == {*files, "mine.py"}
+            assert "Step 7" in (own / "README.md").read_text()
+    index = json.loads((own / "model.safetensors.index.json").read_text())
+    assert "mine.py" not in index["metadata"]["pulled_files"]
+
+
 @pytest.mark.parametrize("newer", [False, True])
 def test_side_files_that_a_folder_lost_come_back(tmp_path, newer, caplog):
     model, own = tmp_path / "model", tmp_path / "own"
@@ -325,6 +371,48 @@ def test_numpy_arrays_of_another_byte_order(tmp_path, caplog):
     pulled = osl.pull(tmp_path, osl.pull(tmp_path, trees[0], version=1))
     np.testing.assert_array_equal(pulled.tree["w"], trees[1]["w"])
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected", "found"),
+    [
+        (jnp.zeros(4, jnp.int4), jnp.zeros(4, jnp.int8), "int4", "what its tensor has"),
+        (jnp.zeros(4, jnp.uint8), jnp.zeros(4, jnp.uint4), "what its tensor has", "uint4"),
+        (
+            jax.random.key(1, impl="rbg"),
+            jnp.zeros(4, jnp.uint32),
+            "PRNG keys of rbg",
+            "what its tensor has",
+        ),
+    ],
+)
+def test_equal_bits_of_another_meaning_are_refused(tmp_path, first, second, expected, found):
+    osl.publish(tmp_path, {"w": first, "a": jnp.zeros(3)})
+    with pytest.raises(osl.MismatchError, match="of another type") as caught:
+        osl.publish(tmp_path, {"w": second, "a": jnp.zeros(3)})
+    assert (caught.value.tensor, caught.value.expected) == ("w", expected)
+    assert caught.value.found == found
+    assert "whole_every=1" in caught.value.hint
+    assert osl.publish(tmp_path, {"w": second, "a": jnp.zeros(3)}, whole_every=1) == 2
+    pulled = osl.pull(tmp_path).tree
+    assert pulled["w"].dtype == second.dtype
+
+
+@pytest.mark.parametrize("kind", ["numpy", "float64", "float4"])
+def test_what_cannot_be_compared_is_refused_from_the_first_version_on(tmp_path, kind):
+    mapping = osl.Mapping([osl.rule("a", osl.tensor("x").transpose())])
+    trees = {
+        "numpy": ({"a": np.ones((3, 4), np.float32)}, mapping),
+        "float64": ({"a": np.ones((3, 4))}, mapping),
+        "float4": ({"a": np.ones(4, ml_dtypes.float4_e2m1fn)}, None),
+    }
+    tree, mapping = trees[kind]
+    with pytest.raises(osl.SafetensorsLayoutError, match="whole_every=1") as caught:
+        osl.publish(tmp_path, tree, mapping=mapping)
+    assert caught.value.tensor == "a"
+    assert not list(tmp_path.iterdir())
+    for number in (1, 2):
+        assert osl.publish(tmp_path, tree, mapping=mapping, whole_every=1) == number
 
 
 def test_python_values_are_refused(tmp_path):

@@ -333,6 +333,20 @@ def test_donated_arrays_are_given_up_but_not_those_with_two_names():
     assert all(x.is_deleted() for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.parametrize("spec", [P(), P("x")], ids=str)
+def test_arrays_that_share_memory_are_not_given_up(spec):
+    """Two arrays may be of the same buffers, as `device_put` to where an array is may make them."""
+    mapping = Mapping([rule("{i}.up", tensor("{i}.weight").transpose())])
+    sharding = NamedSharding(mesh_of(x=8), spec)
+    first, third = (jax.device_put(jnp.full((8, 64), n, jnp.float32), sharding) for n in (1, 3))
+    shards = [shard.data for shard in first.addressable_shards]
+    second = jax.make_array_from_single_device_arrays(first.shape, sharding, shards)
+    arrays = {"1.weight": first, "2.weight": second, "3.weight": third}
+    tree = mapping.apply(arrays, donate=True)
+    assert [float(tree[n]["up"][0, 0]) for n in "123"] == [1, 1, 3]
+    assert [x.is_deleted() for x in arrays.values()] == [False, False, True]
+
+
 def test_nothing_is_given_up_where_values_are_refused():
     kv = rule("kv", tensor("kv").repeat(0, 2))
     ids = rule("ids", tensor("ids").cast("float32"))

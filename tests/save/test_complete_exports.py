@@ -314,6 +314,29 @@ def test_a_decoded_model_with_integers_of_its_own_is_plain(models, tmp_path, ext
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
 
 
+@pytest.mark.parametrize(
+    "codes",
+    [
+        {"codes": np.ones((8, 2, 1), np.int16), "codebooks": np.ones((1, 64), np.float16)},  # AQLM
+        {"indices": np.ones((1, 8), np.int32), "centroids.weight": np.ones((1, 4), np.float16)},
+        {"dense_weights": np.ones(8, np.int64), "row_offsets": np.ones(9, np.int32)},  # SpQR
+        {"weight": np.ones((8, 2), np.int16), "tables": np.ones((4, 2), np.float16)},  # HIGGS
+        {"W_q": np.ones((8, 2), np.uint8), "scale": np.ones((8, 1), np.float16)},  # HQQ
+    ],
+    ids=lambda codes: next(iter(codes)),
+)
+def test_codes_of_formats_that_are_only_copied_keep_what_is_said_of_them(tmp_path, codes):
+    named = {f"model.layers.0.mlp.up_proj.{name}": value for name, value in codes.items()}
+    said = {"model_type": "llama", "quantization_config": {"quant_method": "other"}}
+    osl.save(tmp_path / "source", named)
+    (tmp_path / "source" / "config.json").write_text(json.dumps(said))
+    options = osl.WriteOptions(model=tmp_path / "source")
+    osl.save(tmp_path / "saved", osl.load(tmp_path / "source"), options=options)
+    osl.convert(tmp_path / "source", tmp_path / "converted", format="hf")
+    for name in ("saved", "converted"):
+        assert json.loads((tmp_path / name / "config.json").read_text()) == said
+
+
 def test_the_dtype_of_a_model_is_never_one_of_8_bits(models, tmp_path):
     """transformers has no such default dtype."""
     source = models["llama"].folder

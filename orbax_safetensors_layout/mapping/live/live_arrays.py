@@ -11,8 +11,9 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping as Dict, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping as Dict, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from orbax_safetensors_layout.errors import (
     MappingError,
     SafetensorsLayoutError,
 )
+from orbax_safetensors_layout.format import storage_dtype
 from orbax_safetensors_layout.pytree import abstract_array, leaf_name, nested_dicts
 from orbax_safetensors_layout.sharding import Placement, sharding_of
 
@@ -32,7 +34,7 @@ from ..affine.bound import BoundExpr, Valued
 from ..expr.values import Cast
 from ..names import TensorSpec, TensorSpecs
 from ..problems import Problem, mapping_error
-from .exact_values import to_bits
+from .exact_values import compared_bits, to_bits
 from .traced import Raised, TracedValues, may_refuse, refusal, reordered_first, stacked_first
 
 _MAPPINGS, _PROGRAMS = 32, 1024  # whose plans, and which, are kept
@@ -165,6 +167,12 @@ class _Program:
 
 
 @jax.jit
+def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether two arrays have the same bits."""
+    return jnp.array_equal(compared_bits(to_bits(a)), compared_bits(to_bits(b)))
+
+
+@jax.jit
 def _all_bits(arrays: Dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: to_bits(array) for name, array in arrays.items()}
 
@@ -265,6 +273,28 @@ class LiveTensors(NamedTuple):
         """Return the leaves that these tensors make, placed as they were."""
         placements = {name: array.sharding for name, array in self.leaves().items()}
         return _all_values(self.loads, tensors, placements, donate=False)
+
+    def codes(self) -> dict[str, str]:
+        """Return the codes of the tensors' dtypes in files."""
+        return {
+            name: storage_dtype(np.dtype(expr.dtype), math.prod(expr.shape)).code
+            for group in self.saves
+            for name, n in group.results.items()
+            for expr in [group.expressions[n]]
+        }
+
+    def changed(self, tensors: Dict[str, Any]) -> list[str]:
+        """Return leaves that tensors as `values` returns them do not make again, bit for bit.
+
+        Only an operation whose inverse may round can change one.
+        """
+        expressions = [expr for g in (*self.saves, *self.loads) for expr in g.expressions]
+        nodes = itertools.chain.from_iterable(expr.nodes() for expr in expressions)
+        if not any(isinstance(node, Valued) and node.op.lossy_inverse for node in nodes):
+            return []
+        leaves = self.leaves()
+        again = self.loaded(tensors)
+        return [name for name, leaf in leaves.items() if not _is_same(again[name], leaf)]
 
 
 def unapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
@@ -438,7 +468,7 @@ def _all_values(
     """Return the values of all groups; arrays are given up when none can be refused any more."""
     values: dict[str, Any] = {}
     value_checks: list[tuple[_ArrayGroup, _Program, jax.Array]] = []
-    uses = collections.Counter(id(array) for array in arrays.values())
+    shared = _shared_buffers(arrays.values()) if donate else frozenset()
     given_up: list[jax.Array] = []
     checked = {id(group) for group in groups if may_refuse(group.expressions)}
     for group in sorted(groups, key=lambda group: id(group) not in checked):
@@ -452,7 +482,9 @@ def _all_values(
         if any(isinstance(array, abstract_array) for array in given):
             results: list[Any] = [_abstract(group.expressions[n], place) for n, place in outputs]
         else:
-            once = tuple(n for n, a in enumerate(given) if donate and uses[id(a)] == 1)
+            once = tuple(
+                n for n, a in enumerate(given) if donate and shared.isdisjoint(buffers_of(a))
+            )
             donated = () if may_fail else once
             program = group.program(outputs, _moves(given, outputs), donated, _Order.of(given))
             results, holds = program.run(given)
@@ -466,6 +498,20 @@ def _all_values(
     _raise_failed(value_checks)
     _give_up(given_up)
     return values
+
+
+def buffers_of(array: Any) -> set[int]:
+    """Return the addresses of an array's shards on devices; of what is traced its identity."""
+    if isinstance(array, jax.core.Tracer) or array.is_deleted():
+        return {id(array)}
+    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+
+
+def _shared_buffers(arrays: Iterable[Any]) -> Set[int]:
+    """Return the buffers that several arrays have, or that one has under several names."""
+    real = (array for array in arrays if not isinstance(array, abstract_array))
+    uses = collections.Counter(itertools.chain.from_iterable(map(buffers_of, real)))
+    return {buffer for buffer, count in uses.items() if count > 1}
 
 
 def _give_up(arrays: list[jax.Array]) -> None:
