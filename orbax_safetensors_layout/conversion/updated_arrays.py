@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from orbax_safetensors_layout.errors import MappingError, MismatchError
+from orbax_safetensors_layout.errors import MappingError, MismatchError, UnsupportedDtypeError
 from orbax_safetensors_layout.format import PACKED, DType, storage_dtype
 from orbax_safetensors_layout.mapping import (
     LiveTensors,
@@ -107,8 +107,7 @@ class _LeafAsTensor(NamedTuple):
         return {self.name: self.value}
 
     def values(self) -> dict[str, Any]:
-        is_array = isinstance(self.value, jax.Array | np.ndarray)
-        if not is_array or jax.numpy.issubdtype(self.value.dtype, jax.dtypes.extended):
+        if not _is_numbers(self.value):
             raise MismatchError(
                 "a leaf is not an array of numbers",
                 tensor=self.name,
@@ -133,18 +132,24 @@ def are_published(tree: Any, mapping: Mapping | None, published: Dict[str, DType
     Of what no tensors can be made of, `updated` says so.
     """
     parts: Iterable[LiveTensors | _LeafAsTensor]
-    if mapping is None:
-        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-        arrays = (leaf for leaf in paths if isinstance(leaf[1], jax.Array | np.ndarray))
-        plain = (a for a in arrays if not jax.numpy.issubdtype(a[1].dtype, jax.dtypes.extended))
-        parts = [_LeafAsTensor(leaf_name(path), leaf) for path, leaf in plain]
-    else:
-        try:
+    try:
+        if mapping is None:
+            paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+            parts = [_LeafAsTensor(leaf_name(p), leaf) for p, leaf in paths if _is_numbers(leaf)]
+        else:
             parts = unapplied(mapping, tree)
-        except MappingError:
-            return True
-    codes = (item for part in parts for item in part.codes().items())
+        codes = [item for part in parts for item in part.codes().items()]
+    except MappingError:
+        return True
+    except UnsupportedDtypeError:  # that no file has
+        return False
     return all(name not in published or published[name].code == code for name, code in codes)
+
+
+def _is_numbers(leaf: Any) -> bool:
+    """Whether a leaf is an array, not of PRNG keys."""
+    is_array = isinstance(leaf, jax.Array | np.ndarray)
+    return is_array and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def _check_unchanged(part: LiveTensors | _LeafAsTensor, tensors: Dict[str, Any]) -> None:

@@ -253,6 +253,7 @@ def test_a_version_in_a_folder_is_not_arrays(published, tmp_path):
         ("float8_e4m3fn", "float8_e5m2"),
         ("float32", "int32"),
         ("int8", "float8_e4m3fn"),
+        ("bfloat16", "float8_e4m3b11fnuz"),  # no dtype of files
     ],
 )
 @pytest.mark.parametrize("mapped", [False, True])
