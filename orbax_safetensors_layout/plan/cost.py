@@ -138,9 +138,14 @@ class HostRate(NamedTuple):
             f" {seconds_text(program_seconds)} a program that XLA compiles"
         )
 
+    @property
+    def shortest_seconds(self) -> float:
+        """The time of the bytes of the shortest request that more than that is divided in."""
+        return self.least_request_bytes / self.stream_bytes_per_second
+
     def read_seconds(self, nbytes: float, all_bytes: float, requests: float = 0.0) -> float:
         """Return the time of a read of which this host has `nbytes`, and all have `all_bytes`."""
-        least = min(nbytes, self.least_request_bytes) / self.stream_bytes_per_second
+        least = min(nbytes / self.stream_bytes_per_second, self.shortest_seconds)
         moving = max(nbytes / self.bytes_per_second, all_bytes / self.shared_bytes_per_second)
         return requests * self.request_seconds + max(moving, least)
 

@@ -136,6 +136,8 @@ class ExchangeRates(NamedTuple):
         changes = (np.subtract(once[number], alone[number]) for number in rank)
         loads = np.cumsum([_Work(*others), *alone, *changes], axis=0)[len(alone) :]
         seconds = np.array([self.seconds(*load) for load in loads.tolist()])
+        # What is read through gaps ends before what is exchanged begins, with idle streams.
+        seconds[1:-1] += self.storage.shortest_seconds
         least, read_bytes = seconds.min(), loads[:, 1] - others[1]
         slack = _MOST_SLOWER * max(0.0, least - self.seconds(*others))
         near = seconds <= least + slack

@@ -22,8 +22,10 @@ from orbax_safetensors_layout.geometry import cover, row_major_strides
 from orbax_safetensors_layout.plan import (
     ExchangeLimits,
     ExchangePolicy,
+    HostRate,
     LeafKind,
     SharedLeaf,
+    exchange_plan,
     plan_exchange,
 )
 from orbax_safetensors_layout.reading import ExchangeStep, fingerprint_of
@@ -327,6 +329,21 @@ def test_a_request_of_all_is_no_faster_than_that_of_a_part():
     exchange = ExchangePolicy.of(options, "https", "cpu")
     assert not exchange.load_may_gain(8 << 20, 2)  # eight streams, of a MiB or of two halves
     assert exchange.load_may_gain(16 << 20, 2)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "programs", "chosen"),
+    [(0, 1.5, {0}), (10**6, 1.5, set()), (10**6, 0.9, {0, 1}), (10**5, 1.5, {0})],
+)
+def test_a_part_of_a_load_is_exchanged_where_that_saves_more_than_a_request(
+    request_bytes, programs, chosen
+):
+    """Streams idle between what is read through gaps and what is exchanged."""
+    storage = HostRate(0, 8e6, stream_bytes_per_second=1e6, least_request_bytes=request_bytes)
+    rates = exchange_plan.ExchangeRates(storage, 1 << 20, "cpu", 1)
+    alone = exchange_plan._Work(10e6, 40e6)
+    once = exchange_plan._Work(5e6, 20e6, 0, programs, 0.001)
+    assert rates._chosen([alone] * 2, [once] * 2, (0, 0)) == chosen
 
 
 def test_what_is_read_faster_than_gathered_is_not_planned():
