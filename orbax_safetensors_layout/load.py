@@ -307,9 +307,11 @@ def _log_cost(
     much = max(_MUCH_BYTES, _MUCH * whole.needed_bytes)
     if whole.most_read_bytes > much and whole.read_bytes > much:
         remedies = []
-        with contextlib.suppress(Exception):  # a load does not fail for want of advice
+        try:
             for remedy in _remedies(sourced, whole, plan, may_exchange=may_exchange):
                 remedies.append(remedy)
+        except Exception as error:  # a load does not fail for want of advice
+            logging.vlog(1, "No more advice on %s: %r", path, error)
         logging.warning(
             "Loading %s reads %.1f bytes for each that is needed. Fewer are read with: %s.",
             path,

@@ -172,9 +172,10 @@ def _times_read(replicas: Replicas, cuts: Sequence[int], together: int) -> int:
 
 def _rows(box: Sequence[int], strides: Sequence[int], axes: Collection[int]) -> int:
     """Counts the rows of a box between which it has gaps along some axes; without axes 0."""
-    inner = min((strides[axis] for axis in axes), default=sys.maxsize)
-    outer = [n for n, stride in zip(box, strides, strict=True) if stride > inner]
-    return math.prod(outer) if axes else 0
+    if not axes:
+        return 0
+    inner = min(strides[axis] for axis in axes)
+    return math.prod(n for n, stride in zip(box, strides, strict=True) if stride > inner)
 
 
 def _held_shape(replicas: Replicas) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ def test_what_is_cheap_is_read_by_each_and_what_is_dear_once(path, processes):
         assert len(warnings) == (2 if processes == 4 else 0)
         for line, helps in zip(warnings, (False, True), strict=False):
             assert ("ReadOptions(replicated='auto')" in line) == helps
+            assert ("ReadOptions(replicated='read_once'), by which" in line) != helps
             assert "outer dimensions" in line
     read = {label: sum(result[label] for result in results) for label in results[0]}
     assert read["near replicated"] == processes * TOTAL
