@@ -22,7 +22,7 @@ def test_the_notebook_runs_and_prints_what_it_shows(tmp_path):
     run = subprocess.run(
         [sys.executable, "-W", "error", "cells.py"],
         cwd=tmp_path,
-        env=usual | {"PYTHONPATH": str(REPOSITORY), "MPLBACKEND": "Agg"},
+        env=usual | {"PYTHONPATH": str(REPOSITORY), "MPLBACKEND": "Agg", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=250,
