@@ -1,4 +1,4 @@
-"""The files of a model beside its tensors: configuration, tokenizer and the like; never code."""
+"""The files of a model beside its tensors: configuration, tokenizer and the like."""
 
 from __future__ import annotations
 
