@@ -354,9 +354,10 @@ def _remedies(
         if held.read_bytes <= most_bytes:
             least = 1 << (held.most_held_bytes - 1).bit_length()
             yield f"ReadOptions(memory_budget_bytes={least}), where rows are read again and again"
-    if request.options.replicated == "each" and helps(replicated="auto"):
+    replicated = request.options.replicated if may_exchange else None
+    if replicated == "each" and helps(replicated="auto"):
         yield "ReadOptions(replicated='auto'), by which processes exchange rows"
-    elif request.options.replicated != "read_once" and helps(replicated="read_once"):
+    elif replicated in ("each", "auto") and helps(replicated="read_once"):
         yield "ReadOptions(replicated='read_once'), by which they exchange rows, in more time"
     split = [any(box.shape != leaf.shape for box in leaf.local.boxes) for leaf in whole.leaves]
     by_tensor = zip(split, whole.by_tensor(), strict=True)

@@ -212,8 +212,8 @@ class RetryPolicy(_CheckedOptions):
     """Limits on retries of a request to a remote storage that fails temporarily.
 
     Temporary failures are: time-out, connection reset, a body that ends too soon, HTTP status 408,
-    425, 429 or 5xx but for 501 and 505. Pauses grow from `base_seconds`, doubling, up to `max_seconds`, and are longer
-    where the server asks for it (`Retry-After`).
+    425, 429 or 5xx but for 501 and 505. Pauses grow from `base_seconds`, doubling, up to
+    `max_seconds`, and are longer where the server asks for it (`Retry-After`).
 
     Attributes:
         attempts: The most tries of one request, the first included.

@@ -133,11 +133,12 @@ def resolve_checkpoint(
         if ref is None:
             error = _not_found(storage, text, item)
             steps = _steps(storage, text) if has_steps and step is None else {}
-            for name, number in steps.items():
-                if _find_tree(storage, join(text, name), item, is_step=True) is not None:
-                    chosen = f"step={number} (--step {number})"
-                    error.hint = f"Choose a step, as {chosen}; it has {listed(steps.values())}."
-                    break
+            for name, number in itertools.islice(steps.items(), _MOST_FOLDERS):
+                with contextlib.suppress(StorageError):  # one may not look into it
+                    if _find_tree(storage, join(text, name), item, is_step=True) is not None:
+                        chosen = f"step={number} (--step {number})"
+                        error.hint = f"Choose a step, as {chosen}; it has {listed(steps.values())}."
+                        break
             raise error
         return ref
 

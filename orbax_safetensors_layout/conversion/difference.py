@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
@@ -80,13 +81,14 @@ class Difference:
                 self.entries[tensor] = entry
                 self._checksums[tensor] = header.metadata[tensor].lower()
 
+    @functools.cached_property
     def digest(self) -> bytes:
-        """Return a digest of what the version changed, and what to."""
+        """A digest of what the version changed, and what to."""
         return hashlib.sha256(repr(sorted(self._checksums.items())).encode()).digest()
 
     def identity(self, before: bytes) -> bytes:
         """Return the version's identity, by that of the version before it."""
-        return hashlib.sha256(before + self.digest()).digest()
+        return hashlib.sha256(before + self.digest).digest()
 
     @property
     def stated_identity(self) -> str | None:

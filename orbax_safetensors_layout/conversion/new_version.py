@@ -35,7 +35,7 @@ from orbax_safetensors_layout.format import (
     encoded_difference,
     index_bytes,
     lay_out,
-    leaf_names,
+    leaves,
     version_folder,
     version_text,
 )
@@ -105,9 +105,10 @@ def publish(
                 finish_interrupted(os.path.realpath(versions.path(before)))
             number = before + 1
             prepared = PreparedSave.of(tree, options, mapping=mapping)
+            tensors = _tensors(prepared)
             _check_arrays(prepared)
             if whole_every > 1:
-                _check_comparable(tree, mapping, prepared)
+                _check_comparable(tree, mapping, tensors)
             if number % whole_every == 0 or not (before or base is not None):
                 metadata = {"version": version_text(number), HISTORY: uuid.uuid4().hex}
                 plan = dataclasses.replace(prepared.plan, index_metadata=metadata)
@@ -121,7 +122,6 @@ def publish(
                 chain = versions.chain(before)
             group.barrier("agreeing on the version before", agree=chain.fingerprint())
             catalog = versions.catalog(chain)
-            tensors = _tensors(prepared)
             _check_before(prepared, tensors, catalog)
             check_shared(prepared.values.named())
             values = _values(tree, mapping, prepared)
@@ -168,16 +168,16 @@ def _check_arrays(prepared: PreparedSave) -> None:
         )
 
 
-def _check_comparable(tree: Any, mapping: Mapping | None, prepared: PreparedSave) -> None:
+def _check_comparable(tree: Any, mapping: Mapping | None, tensors: Dict[str, NewTensor]) -> None:
     """Raises for what no differences can be of, also where the first version is whole."""
-    odd = [name for name, tensor in _tensors(prepared).items() if tensor.dtype.bits % 8]
+    odd = [name for name, tensor in tensors.items() if tensor.dtype.bits % 8]
     if odd:
         raise UnsupportedDtypeError(
             "differences are of whole bytes",
             tensor=odd[0],
             expected="a dtype of 8 bits or more, or of 4 that is stored one a byte",
-            found=_tensors(prepared)[odd[0]].dtype.code,
-            hint="Cast it, or publish versions whole, with whole_every=1.",
+            found=tensors[odd[0]].dtype.code,
+            hint=f"Or cast it. {_WHOLE}",
         )
     if mapping is not None:
         try:
@@ -218,33 +218,32 @@ def _check_before(prepared: PreparedSave, tensors: Dict[str, NewTensor], catalog
         if (entry.dtype.code, entry.shape) != (tensors[name].dtype.code, tensors[name].shape)
     ]
     if not problems:  # of equal bits that are read as something else
-        own, before = _special(prepared.manifest), _special(catalog.manifest())
+        own = _meanings(prepared.manifest, {n: t.dtype for n, t in tensors.items()})
+        before = _meanings(catalog.manifest(), {n: e.dtype for n, e in entries.items()})
         problems = [
             MismatchError(
                 "a leaf is of another type than in the version before",
                 file=catalog.path,
                 tensor=name,
-                expected=before.get(name, "what its tensor has"),
-                found=own.get(name, "what its tensor has"),
+                expected=before[name],
+                found=own[name],
             )
-            for name in sorted(own.keys() | before.keys())
-            if own.get(name) != before.get(name)
+            for name in tensors
+            if own[name] != before[name]
         ]
     if problems:
         raise MismatchError.collect(problems, "tensors differ", hint=_WHOLE)
 
 
-def _special(manifest: Manifest | None) -> dict[str, str]:
-    """Return what a manifest says of leaves that their tensors do not: dtypes, and PRNG keys."""
-    if manifest is None or manifest.tree is None:
-        return {}
-    named = ((name, leaf) for name, leaf in leaf_names(manifest.tree))
-    tensors = ((name, leaf) for name, leaf in named if isinstance(leaf, TensorLeaf))
-    return {
-        name: leaf.dtype or f"PRNG keys of {leaf.key_impl}"
-        for name, leaf in tensors
-        if leaf.dtype or leaf.key_impl
-    }
+def _meanings(manifest: Manifest | None, dtypes: Dict[str, DType]) -> dict[str, str]:
+    """Return what tensors are read as: numbers of a dtype, or PRNG keys."""
+    meanings = {name: dtype.numpy.name for name, dtype in dtypes.items()}
+    if manifest is not None:
+        meanings |= {name: dtype.numpy.name for name, dtype in manifest.dtypes().items()}
+        named = () if manifest.tree is None else leaves(manifest.tree)
+        keys = (leaf for leaf in named if isinstance(leaf, TensorLeaf) and leaf.key_impl)
+        meanings |= {leaf.tensor: f"PRNG keys of {leaf.key_impl}" for leaf in keys}
+    return meanings
 
 
 def _values(tree: Any, mapping: Mapping | None, prepared: PreparedSave) -> Iterator[Dict[str, Any]]:

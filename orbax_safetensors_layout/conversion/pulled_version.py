@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Set
+from collections.abc import Iterable, Mapping as Dict
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +22,9 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.format import (
+    DIGESTS,
     MAIN_INDEX,
     MANIFEST,
-    SUFFIX,
-    DType,
     NewTensor,
     folder_version,
     index_bytes,
@@ -34,7 +33,7 @@ from orbax_safetensors_layout.format import (
     version_text,
 )
 from orbax_safetensors_layout.load import LoadRequest, load_requested
-from orbax_safetensors_layout.mapping import Mapping, fingerprint
+from orbax_safetensors_layout.mapping import Mapping, TensorSpecs, fingerprint
 from orbax_safetensors_layout.options import (
     MIB,
     PathLike,
@@ -57,6 +56,7 @@ from orbax_safetensors_layout.storage import (
     write_file,
 )
 from orbax_safetensors_layout.writing import (
+    check_target,
     commit_when_complete,
     read_sidecar_files,
     write_small_files,
@@ -157,14 +157,14 @@ def pull(
                         return new
                     into, chain = held.tree, None
 
-        published: dict[str, DType] = {}
+        published = TensorSpecs({})
 
         def open_version() -> Catalog:
-            nonlocal chain
+            nonlocal chain, published
             if chain is None:
                 chain = versions.chain(_number(versions, version))
             catalog = versions.catalog(chain)
-            published.update(_dtypes(catalog))
+            published = _specs(catalog)
             return catalog
 
         tree = load_requested(path, LoadRequest(into, mapping, None, options), open_version)
@@ -173,8 +173,9 @@ def pull(
         return Pulled(chain.number, tree, chain.identity, form)
 
 
-def _dtypes(catalog: Catalog) -> dict[str, DType]:
-    return {name: entry.dtype for name, entry in catalog.all_entries().items()}
+def _specs(catalog: Catalog) -> TensorSpecs:
+    entries = catalog.all_entries()
+    return TensorSpecs({n: (entry.shape, entry.dtype.numpy) for n, entry in entries.items()})
 
 
 def _form(tree: Any, mapping: Mapping | None) -> str:
@@ -189,10 +190,7 @@ def _is_held(held: Pulled, mapping: Mapping | None, versions: PublishedVersions)
     """Whether differences apply to arrays: they are the tensors of their version, as they are."""
     if held.form is not None:
         return held.form == _form(held.tree, mapping)
-    try:
-        published = _dtypes(versions.catalog(versions.chain(held.version)))
-    except CheckpointNotFoundError:
-        return False
+    published = _specs(versions.catalog(versions.chain(held.version)))
     return are_published(held.tree, mapping, published)
 
 
@@ -237,7 +235,7 @@ def _updated(
             raise  # that process will not load with the others
         logging.warning("Version %d is loaded anew: %s", chain.number, error)
         return None
-    return Pulled(chain.number, tree, chain.identity, held.form)
+    return Pulled(chain.number, tree, chain.identity, held.form or _form(tree, mapping))
 
 
 def _pull_folder(versions: PublishedVersions, version: int | None, into: str) -> Pulled:
@@ -269,11 +267,7 @@ def _pull_folder(versions: PublishedVersions, version: int | None, into: str) ->
                 catalog = versioned(own, differences)
                 catalog.all_entries()  # of files that are there, and as long as they should be
                 if differences:
-                    own_files = read_sidecar_files(
-                        own.path, storage=storage, code=True, with_card=True
-                    )
-                    files = {n: own_files[n] for n in held.sidecar_files if n in own_files}
-                    _write_version(catalog, chain, folder, files, held)
+                    _write_version(catalog, chain, folder, held, {}, held.sidecar_files)
             return pulled
         except (FormatError, CheckpointNotFoundError) as error:
             logging.warning("%s is pulled anew: %s", folder, error)
@@ -284,7 +278,15 @@ def _pull_folder(versions: PublishedVersions, version: int | None, into: str) ->
     files = read_sidecar_files(
         _root(catalog), storage=catalog.storage, code=is_own, with_card=is_own
     )
-    _write_version(catalog, chain, folder, files, held)
+    try:
+        if held is not None:  # its own files are replaced, whatever they became
+            new = {name: data for name, data in files.items() if name not in held.sidecar_files}
+            with LocalStorage() as storage:
+                check_target(storage, folder, new, False, lambda path: False)
+        _write_version(catalog, chain, folder, held, files)
+    except CheckpointExistsError as error:
+        error.hint = "Move them away, or give another folder."
+        raise
     return pulled
 
 
@@ -335,10 +337,14 @@ def _write_version(
     catalog: Catalog,
     chain: VersionChain,
     folder: str,
-    sidecar_files: dict[str, bytes],
     held: _Held | None,
+    sidecar_files: Dict[str, bytes],
+    own_files: Iterable[str] = (),
 ) -> None:
-    """Writes a version's files into a local folder, in place of those of an earlier one."""
+    """Writes a version's files into a local folder, in place of those of an earlier one.
+
+    `own_files` are side files that the folder has from that one. What others put there stays.
+    """
     check_whole(catalog)
     root = _root(catalog)
     names = {file: file.removeprefix(f"{root.rstrip('/')}/") for file in catalog.files}
@@ -348,8 +354,9 @@ def _write_version(
     metadata = {
         "version": version_text(chain.number),
         _IDENTITY: chain.identity,
-        _SIDECAR_FILES: [*sidecar_files],
+        _SIDECAR_FILES: [*own_files, *sidecar_files],
     }
+    replaced = {*files, *(held.files if held else ()), MAIN_INDEX, MANIFEST, DIGESTS}
     with (
         LocalStorage() as storage,
         commit_when_complete(
@@ -358,7 +365,7 @@ def _write_version(
             group=ProcessGroup.alone(),
             overwrite=held is not None,
             sidecar_files=sidecar_files,
-            kept=_other_weights(storage, folder, {*files, *(held.files if held else ())}),
+            is_kept=lambda name: name not in replaced,
         ) as place,
     ):
         new = place.folder
@@ -380,12 +387,6 @@ def _write_version(
             storage, join(new, MAIN_INDEX), index_bytes([*files.items()], metadata), durable=True
         )
         storage.flush_folder(new)
-
-
-def _other_weights(storage: LocalStorage, folder: str, files: Set[str]) -> set[str]:
-    """Return files of weights that are neither of a version that a folder has nor of the next."""
-    weights = {name for name in storage.list(folder) if name.endswith(SUFFIX)}
-    return weights - files
 
 
 def _copy(catalog: Catalog, file: str, start: int, stop: int, writer: FileWriter) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from orbax_safetensors_layout.errors import MappingError, MismatchError, UnsupportedDtypeError
-from orbax_safetensors_layout.format import PACKED, DType, storage_dtype
+from orbax_safetensors_layout.errors import MappingError, MismatchError
+from orbax_safetensors_layout.format import PACKED, storage_dtype
 from orbax_safetensors_layout.mapping import (
     LiveTensors,
     Mapping,
+    TensorSpec,
+    TensorSpecs,
     buffers_of,
     reapplied,
+    shared_buffers,
     unapplied,
 )
 from orbax_safetensors_layout.options import MIB
@@ -51,7 +54,7 @@ def updated(
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {leaf_name(path): leaf for path, leaf in paths}
-    uses = collections.Counter(map(id, leaves.values()))
+    shared = shared_buffers(filter(_is_numbers, leaves.values())) if donate else frozenset()
     changed = {name for difference in differences for name in difference.entries}
     parts: list[LiveTensors] | list[_LeafAsTensor]
     if mapping is None:
@@ -60,6 +63,18 @@ def updated(
         parts = reapplied(mapping, tree)
     affected = [part for part in parts if not changed.isdisjoint(part.names())]
     error: Exception | None = None
+
+    @contextlib.contextmanager
+    def kept_error() -> Iterator[None]:
+        """Keeps an error to the end: the others wait for this process in the next collectives."""
+        nonlocal error
+        try:
+            yield
+        except Exception as problem:
+            if group.process_count == 1:
+                raise
+            error = error or problem
+
     with (
         group.together("applying differences"),
         Workers(_THREADS, "safetensors-pull") as workers,
@@ -69,25 +84,22 @@ def updated(
             tensors = {name: value for part in batch for name, value in part.values().items()}
             for part in batch:
                 _check_unchanged(part, tensors)
-            new = {
-                name: _copied(as_stored(gathered(value, group)))
-                for name, value in tensors.items()
-                if name in changed
-            }
+            new: dict[str, np.ndarray] = {}
+            for name in [name for name in tensors if name in changed]:  # in the same order on all
+                values = gathered(tensors[name], group)
+                with kept_error():
+                    new[name] = _copied(as_stored(values))
             if error is None:
-                try:
+                with kept_error():
                     for name, value in new.items():
                         workers.submit(put_together, name, bytes_of(value), differences)
                     workers.join()
-                except Exception as problem:
-                    if group.process_count == 1:
-                        raise
-                    error = problem  # the others wait for this process in the next collectives
-            tensors |= {name: _placed(value, tensors[name]) for name, value in new.items()}
+            with kept_error():
+                tensors |= {name: _placed(value, tensors[name]) for name, value in new.items()}
             for part in batch:
                 for name, leaf in part.loaded(tensors).items():
-                    if donate and uses[id(leaves[name])] == 1:
-                        _give_up(leaves[name], leaf)
+                    if donate:
+                        _give_up(leaves[name], leaf, shared)
                     leaves[name] = leaf
         if error is not None:
             raise error
@@ -119,31 +131,37 @@ class _LeafAsTensor(NamedTuple):
     def loaded(self, tensors: Dict[str, Any]) -> dict[str, Any]:
         return {self.name: tensors[self.name]}
 
-    def codes(self) -> dict[str, str]:
-        return {self.name: storage_dtype(self.value.dtype, self.value.size).code}
-
     def changed(self, tensors: Dict[str, Any]) -> list[str]:
         return []
 
 
-def are_published(tree: Any, mapping: Mapping | None, published: Dict[str, DType]) -> bool:
-    """Whether the tensors that leaves are made of have the dtypes of those that were published.
+def are_published(tree: Any, mapping: Mapping | None, published: TensorSpecs) -> bool:
+    """Whether `updated` makes of a tree the very tensors that a load makes its leaves of.
 
-    Of what no tensors can be made of, `updated` says so.
+    They are those that were published, with their shapes and dtypes. Of what no tensors can be made
+    of, `updated` says so.
     """
-    parts: Iterable[LiveTensors | _LeafAsTensor]
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = {leaf_name(path): leaf for path, leaf in paths if leaf is not ...}
+    if mapping is None:
+        return all(
+            name in published and (not _is_numbers(leaf) or _spec_of(leaf) == published[name])
+            for name, leaf in leaves.items()
+        )
     try:
-        if mapping is None:
-            paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-            parts = [_LeafAsTensor(leaf_name(p), leaf) for p, leaf in paths if _is_numbers(leaf)]
-        else:
-            parts = unapplied(mapping, tree)
-        codes = [item for part in parts for item in part.codes().items()]
+        saved = {n: spec for part in unapplied(mapping, tree) for n, spec in part.specs().items()}
     except MappingError:
         return True
-    except UnsupportedDtypeError:  # that no file has
+    if any(published.get(name) != spec for name, spec in saved.items()):
         return False
-    return all(name not in published or published[name].code == code for name, code in codes)
+    with contextlib.suppress(MappingError):
+        bound = mapping.bind(published, {name: leaf.shape for name, leaf in leaves.items()})
+        return saved.keys() == {s for expr in bound.expressions.values() for s in expr.sources()}
+    return False
+
+
+def _spec_of(array: Any) -> TensorSpec:
+    return TensorSpec(tuple(array.shape), np.dtype(array.dtype).newbyteorder("="))
 
 
 def _is_numbers(leaf: Any) -> bool:
@@ -241,7 +259,9 @@ def _placed(stored: np.ndarray, like: Any) -> Any:
     return jax.make_array_from_callback(value.shape, like.sharding, part)
 
 
-def _give_up(old: Any, new: Any) -> None:
-    """Frees an array's memory, unless another has it."""
-    if isinstance(old, jax.Array) and buffers_of(old).isdisjoint(buffers_of(new)):
-        old.delete()
+def _give_up(old: Any, new: Any, shared: Set[int]) -> None:
+    """Frees an array's memory, unless the new one or another leaf has it."""
+    if isinstance(old, jax.Array):
+        buffers = buffers_of(old)
+        if buffers.isdisjoint(shared) and buffers.isdisjoint(buffers_of(new)):
+            old.delete()

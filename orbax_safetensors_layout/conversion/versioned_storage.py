@@ -65,11 +65,13 @@ class VersionedStorage(WrappedStorage):
     ) -> None:
         super().__init__(storage)
         self._differences = differences
+        self._changes = b"".join(difference.digest for difference in differences).hex()
         self._in_file: dict[str, list[TensorEntry]] = {}
         for entry in sorted(changed.values(), key=lambda entry: entry.start):
             self._in_file.setdefault(entry.file, []).append(entry)
         self._locks = {name: threading.Lock() for name in changed}
         self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+        self._kept_bytes = 0
         self._lock = threading.Lock()
 
     def read_into(
@@ -106,16 +108,16 @@ class VersionedStorage(WrappedStorage):
             put_together(entry.name, values, self._differences)
             with self._lock:
                 self._kept[entry.name] = values
-                nbytes = sum(kept.nbytes for kept in self._kept.values())
-                while nbytes > _KEPT_BYTES and len(self._kept) > 1:
-                    nbytes -= self._kept.popitem(last=False)[1].nbytes
+                self._kept_bytes += values.nbytes
+                while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                    self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
             return values
 
     def version(self, file: str) -> str | None:
         version = super().version(file)
         if file not in self._in_file:
             return version
-        return repr((version, *(difference.digest() for difference in self._differences)))
+        return f"{version!r} {self._changes}"
 
     def content_key(self, file: str) -> str | None:
         return None if file in self._in_file else super().content_key(file)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .dequantizing.dequantized import dequantized, plain_configurations
     from .families.config import parse_config, read_config
     from .families.ready import TARGETS
-    from .live.live_arrays import LiveTensors, buffers_of, reapplied, unapplied
+    from .live.live_arrays import LiveTensors, buffers_of, reapplied, shared_buffers, unapplied
     from .lookup import find_mapping, imported
     from .quantizing.quantize import Quantization
 
@@ -58,7 +58,7 @@ __getattr__ = lazy_exports(
         ".families": "",
         ".families.config": "parse_config read_config",
         ".families.ready": "TARGETS",
-        ".live.live_arrays": "LiveTensors buffers_of reapplied unapplied",
+        ".live.live_arrays": "LiveTensors buffers_of reapplied shared_buffers unapplied",
         ".lookup": "find_mapping imported",
         ".quantizing.quantize": "Quantization",
     },

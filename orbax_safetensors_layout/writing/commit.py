@@ -40,14 +40,14 @@ def commit_when_complete(
     group: ProcessGroup,
     overwrite: bool,
     sidecar_files: Mapping[str, bytes],
-    kept: Collection[str] = (),
+    is_kept: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[NewFolder]:
     """Yields the folder to write a checkpoint into; leaving the block commits it to `target`.
 
     All processes enter the block, and leave it when all have written or one has failed. The side
-    files of the leader count, and those that `kept` names stay. Without `overwrite` a checkpoint,
-    or another file of such a name, is a `CheckpointExistsError`, also one that comes while this one
-    is written.
+    files of the leader count. Files of the target that `is_kept` accepts stay, also if they come
+    while this checkpoint is written. Without `overwrite` a checkpoint, or another file of such a
+    name, is a `CheckpointExistsError`, also one that comes meanwhile.
     """
     present: set[str] = set()  # side files that are there already, and stay whatever happens
     inner = {f"{name.rpartition('/')[0]}/" for name in sidecar_files if "/" in name}
@@ -55,7 +55,7 @@ def commit_when_complete(
     def rank(name: str) -> int | None:
         if name in sidecar_files or name in inner:
             return None if name in present else 0
-        return None if name in kept else appearance_rank(name)
+        return None if is_kept(name) else appearance_rank(name)
 
     new_folder = storage.new_folder(
         target, overwrite=overwrite, rank=rank, scratch=(PIECES_FOLDER,)

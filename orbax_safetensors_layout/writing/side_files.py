@@ -40,7 +40,7 @@ _VOCABULARIES = [
     for name in ("lm_head", "embed_tokens")
 ]
 _MOST_BYTES = 512 * MIB  # of a side file: the largest tokenizers have some 30 MB
-# Integers that models have beside their weights; all others, but for those of 64 bits, are codes.
+# Integers that models have beside their weights.
 _BUFFER = re.compile(r"(ids|index|mask|bias|tracked)$")
 # Patterns of names. Tokenizers' are those of transformers 5.24's VOCAB_FILES_NAMES and of its hub.
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "*.jinja")
@@ -323,14 +323,18 @@ def _named_code(files: Mapping[str, bytes]) -> set[str]:
 
 
 def _has_quantized(tensors: Mapping[str, SavedTensor]) -> bool:
-    """Returns whether a tensor is a float of 8 bits or fewer, or integers that may be codes."""
+    """Returns whether a tensor is a float of 8 bits or fewer, or integers that may be codes.
+
+    They are, but for those of 64 bits, unless their module has a weight of more bits.
+    """
 
     def is_quantized(name: str, tensor: SavedTensor) -> bool:
-        if not tensor.shape:
+        shape, dtype = tensor
+        if is_floating(dtype):
+            return dtype.itemsize == 1 and len(shape) > 1
+        if not shape or dtype.itemsize == 8 or "int" not in dtype.name or _BUFFER.search(name):
             return False
-        if is_floating(tensor.dtype):
-            return tensor.dtype.itemsize == 1 and len(tensor.shape) > 1
-        is_small = tensor.dtype.itemsize < 8 and "int" in tensor.dtype.name
-        return is_small and not _BUFFER.search(name)
+        weight = tensors.get(f"{name.rpartition('.')[0]}.weight")
+        return weight is None or not is_floating(weight.dtype) or weight.dtype.itemsize == 1
 
     return any(is_quantized(*tensor) for tensor in tensors.items())

@@ -16,6 +16,7 @@ from recording import recording
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.conversion.versions import PublishedVersions
+from orbax_safetensors_layout.storage import LocalStorage
 
 
 def two_histories(folder):
@@ -265,6 +266,58 @@ def test_weights_that_others_put_into_a_pulled_folder_stay(tmp_path):
         assert adapter["x"].tolist() == [number] * 3
 
 
+def test_what_others_put_into_a_pulled_folder_meanwhile_stays(tmp_path, monkeypatch):
+    own = tmp_path / "own"
+    flush = LocalStorage.flush_folder
+    index = json.dumps({"metadata": {}, "weight_map": {"x": "adapter_1.safetensors"}})
+
+    def put(self, folder):
+        flush(self, folder)
+        if own.exists() and folder != str(own):
+            safetensors.numpy.save_file({"x": np.ones(3)}, own / "adapter_1.safetensors")
+            (own / "adapter.safetensors.index.json").write_text(index)
+
+    monkeypatch.setattr(LocalStorage, "flush_folder", put)
+    for number in range(4):
+        osl.publish(tmp_path / "all", abc(number, 0, 0), whole_every=3)
+        osl.pull(tmp_path / "all", own)
+        assert as_bytes(osl.load(own)) == as_bytes(abc(number, 0, 0))
+        if number:
+            assert (own / "adapter.safetensors.index.json").read_text() == index
+            assert safetensors.numpy.load_file(own / "adapter_1.safetensors")["x"].sum() == 3
+
+
+def test_links_that_others_put_into_a_pulled_folder_stay(tmp_path):
+    own, code = tmp_path / "own", tmp_path / "eval.py"
+    code.write_text("theirs")
+    for number in range(4):
+        osl.publish(tmp_path / "all", abc(number, 0, 0), whole_every=3)
+        osl.pull(tmp_path / "all", own)
+        if not number:
+            (own / "eval.py").symlink_to(code)
+            (own / "README.md").symlink_to(code)
+    assert (own / "eval.py").is_symlink()
+    assert (own / "README.md").read_text() == "theirs"
+
+
+def test_a_card_of_others_is_not_replaced_by_a_published_one(tmp_path):
+    own, options = tmp_path / "own", osl.WriteOptions(card={"step": 3})
+    osl.publish(tmp_path / "all", abc(0, 0, 0))
+    osl.pull(tmp_path / "all", own)
+    (own / "README.md").write_text("mine")
+    osl.publish(tmp_path / "all", abc(1, 0, 0), whole_every=2, options=options)
+    with pytest.raises(osl.CheckpointExistsError, match=r"README\.md") as caught:
+        osl.pull(tmp_path / "all", own)
+    assert caught.value.hint == "Move them away, or give another folder."
+    assert (own / "README.md").read_text() == "mine"
+    (own / "README.md").unlink()
+    osl.pull(tmp_path / "all", own)
+    osl.publish(tmp_path / "all", abc(2, 0, 0))
+    osl.publish(tmp_path / "all", abc(3, 0, 0), whole_every=2, options=options)
+    osl.pull(tmp_path / "all", own)  # its own card is
+    assert "Step 3" in (own / "README.md").read_text()
+
+
 @pytest.mark.parametrize("from_base", [False, True])
 def test_code_and_card_of_what_was_published_come_along(tmp_path, from_base):
     """Not those of a model that is only named as the base."""
@@ -363,6 +416,15 @@ def test_elements_narrower_than_a_byte(tmp_path, on_device, caplog):
     assert caplog.records == []
 
 
+def test_a_base_of_one_file_says_what_its_bytes_are(tmp_path):
+    trees = [{"w": jnp.asarray(values, jnp.int4)} for values in ([1, 2, 3], [3, 2, 1])]
+    osl.save(tmp_path / "base", trees[0])
+    base = tmp_path / "base" / "model.safetensors"
+    assert osl.publish(tmp_path / "all", trees[1], base=base) == 1
+    pulled = osl.pull(tmp_path / "all", trees[0], base=base)
+    assert pulled.tree["w"].tolist() == [3, 2, 1]
+
+
 def test_numpy_arrays_of_another_byte_order(tmp_path, caplog):
     trees = [{"w": (np.arange(9) * n).astype(">f4")} for n in (1, 2)]
     for tree in trees:
@@ -376,13 +438,13 @@ def test_numpy_arrays_of_another_byte_order(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("first", "second", "expected", "found"),
     [
-        (jnp.zeros(4, jnp.int4), jnp.zeros(4, jnp.int8), "int4", "what its tensor has"),
-        (jnp.zeros(4, jnp.uint8), jnp.zeros(4, jnp.uint4), "what its tensor has", "uint4"),
+        (jnp.zeros(4, jnp.int4), jnp.zeros(4, jnp.int8), "int4", "int8"),
+        (jnp.zeros(4, jnp.uint8), jnp.zeros(4, jnp.uint4), "uint8", "uint4"),
         (
             jax.random.key(1, impl="rbg"),
             jnp.zeros(4, jnp.uint32),
             "PRNG keys of rbg",
-            "what its tensor has",
+            "uint32",
         ),
     ],
 )

@@ -1,5 +1,8 @@
 """A version is made from the arrays of an earlier one, by the differences alone."""
 
+import json
+import shutil
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 from changing_models import as_bytes, changed, history, model
 from jax.sharding import NamedSharding, PartitionSpec as P
+from libraries import need
 from mapped_llama import path, plain_mapping, tensors  # noqa: F401
 from meshes import mesh_of
 from remote_checks import shown
@@ -254,6 +258,9 @@ def test_a_version_in_a_folder_is_not_arrays(published, tmp_path):
         ("float32", "int32"),
         ("int8", "float8_e4m3fn"),
         ("bfloat16", "float8_e4m3b11fnuz"),  # no dtype of files
+        ("int8", "int4"),  # of one code in files, and so the next
+        ("uint8", "uint4"),
+        ("uint8", "float4_e2m1fn"),
     ],
 )
 @pytest.mark.parametrize("mapped", [False, True])
@@ -261,15 +268,114 @@ def test_a_version_in_a_folder_is_not_arrays(published, tmp_path):
 def test_zeros_that_were_cast_are_loaded_anew(tmp_path, stored, asked, mapped, by_hand, warnings):
     """Zeros have the same bits in both dtypes, so the checksum would be right."""
     mapping = osl.Mapping([osl.rule("w", osl.tensor("w").transpose())]) if mapped else None
-    osl.publish(tmp_path, {"w": jnp.zeros((3, 4), stored)})
-    like = {"w": jnp.zeros((4, 3) if mapped else (3, 4), asked)}
+    osl.publish(tmp_path, {"w": jnp.zeros((3, 5), stored)})
+    like = {"w": jnp.zeros((5, 3) if mapped else (3, 5), asked)}
     held = osl.pull(tmp_path, like, mapping=mapping)
     if by_hand:
         held = osl.Pulled(1, held.tree)
-    osl.publish(tmp_path, {"w": jnp.arange(12).reshape(3, 4).astype(stored)})
+    osl.publish(tmp_path, {"w": (jnp.arange(15) % 5).reshape(3, 5).astype(stored)})
     new = osl.pull(tmp_path, held, mapping=mapping)
     assert as_bytes(new.tree) == as_bytes(osl.pull(tmp_path, like, mapping=mapping).tree)
     assert ["or cast" in text for text in warnings()] == [True]
+
+
+def test_a_narrow_integer_that_no_longer_fits_is_refused(tmp_path):
+    osl.publish(tmp_path, {"w": jnp.zeros(3, jnp.int8)})
+    held = osl.pull(tmp_path, {"w": jnp.zeros(3, jnp.int4)})
+    osl.publish(tmp_path, {"w": jnp.full(3, 10, jnp.int8)})
+    for pulled in (held, osl.Pulled(1, held.tree)):
+        with pytest.raises(osl.DtypeMismatchError):
+            osl.pull(tmp_path, pulled)
+
+
+def test_names_that_were_not_published_are_loaded_anew(tmp_path, warnings):
+    """Else a leaf would stay what it was, under the number of the new version."""
+    for number in (1.0, 2.0):
+        osl.publish(tmp_path, {"w": jnp.full(4, number)})
+    for leaf in (jnp.ones(4), jax.random.key(0), 1.0):
+        with pytest.raises(osl.MissingTensorError):
+            osl.pull(tmp_path, osl.Pulled(1, {"params": {"w": leaf}}))
+    assert ["other names" in text for text in warnings()] == [True] * 3
+
+
+def test_what_is_in_a_box_of_its_own_name_is_loaded_anew(tmp_path):
+    """The tensor is 'a.value', as the publisher has a dict; the leaf is called 'a'."""
+    nn = need("flax.linen")
+    for number in (1.0, 2.0):
+        osl.publish(tmp_path, {"a": {"value": jnp.full(4, number)}})
+    held = osl.pull(tmp_path, {"a": nn.Partitioned(jnp.zeros(4), names=("x",))}, version=1)
+    assert held.tree["a"].value.tolist() == [1.0] * 4
+    assert osl.pull(tmp_path, held).tree["a"].value.tolist() == [2.0] * 4
+
+
+def tied(folder, tree):
+    config = {
+        "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 12,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    osl.save(folder, tree)
+    return folder
+
+
+@pytest.mark.parametrize("like", [True, False])
+@pytest.mark.parametrize("head", [False, True])
+def test_a_head_that_was_filled_from_the_embedding_follows_it(tmp_path, head, like, warnings):
+    shapes = {
+        "embed_tokens": (12, 8), "norm": (8,), "layers.0.input_layernorm": (8,),
+        "layers.0.post_attention_layernorm": (8,), "layers.0.self_attn.q_proj": (8, 8),
+        "layers.0.self_attn.k_proj": (4, 8), "layers.0.self_attn.v_proj": (4, 8),
+        "layers.0.self_attn.o_proj": (8, 8), "layers.0.mlp.gate_proj": (16, 8),
+        "layers.0.mlp.up_proj": (16, 8), "layers.0.mlp.down_proj": (8, 16),
+    }  # fmt: skip
+    tree = {f"model.{name}.weight": jnp.ones(shape) for name, shape in shapes.items()}
+    if head:
+        tree["lm_head.weight"] = tree["model.embed_tokens.weight"]
+    folder = tied(tmp_path / "model", tree)
+    mapping = osl.families.mapping(folder, untie=True)
+    mapping = mapping.like(folder) if like else mapping
+    osl.publish(tmp_path / "all", tree)
+    held = osl.pull(tmp_path / "all", mapping.abstract(folder), mapping=mapping)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tree:
+            tree[name] = tree[name] * 3
+    osl.publish(tmp_path / "all", tree)
+    new = osl.pull(tmp_path / "all", held, mapping=mapping)
+    fresh = osl.pull(tmp_path / "all", held.tree, mapping=mapping)
+    assert jax.tree.all(jax.tree.map(np.array_equal, new.tree, fresh.tree))
+    assert np.asarray(new.tree["lm_head"]["kernel"]).tolist() == [[3.0] * 12] * 8
+    assert ["loaded anew" in text for text in warnings()] == [True] * (not head)
+
+
+def test_an_array_of_which_another_has_the_buffer_stays(tmp_path):
+    sharding = NamedSharding(mesh_of(x=8), P("x"))
+    shards = jax.device_put(jnp.arange(8.0), sharding)
+    parts = [shard.data for shard in shards.addressable_shards]
+    other = jax.make_array_from_single_device_arrays((8,), sharding, parts)
+    tree = {"a": shards, "b": other}
+    osl.publish(tmp_path, tree)
+    after = {"a": shards + 1, "b": other}
+    osl.publish(tmp_path, after)
+    new = osl.pull(tmp_path, osl.Pulled(1, tree), donate=True)
+    assert as_bytes(new.tree) == as_bytes(after)
+
+
+def test_what_was_pulled_by_hand_is_known_after_one_call(tmp_path, warnings):
+    trees = [{"w": jnp.full(4, number)} for number in (1.0, 2.0, 3.0, 4.0)]
+    for tree in trees[:2]:
+        osl.publish(tmp_path, tree)
+    held = osl.pull(tmp_path, osl.Pulled(1, trees[0]))
+    for tree in trees[2:]:
+        osl.publish(tmp_path, tree)
+    for number in (1, 2):
+        shutil.rmtree(tmp_path / f"weight_v{number:06d}")
+    assert as_bytes(osl.pull(tmp_path, held).tree) == as_bytes(trees[3])
+    assert warnings() == []
+    with pytest.raises(osl.CheckpointNotFoundError, match="needs version 2"):
+        osl.pull(tmp_path, held._replace(form=None))
+    assert ["needs version 2, which is missing" in text for text in warnings()] == [True]
 
 
 @pytest.mark.parametrize("number", [2.0, 3.0])

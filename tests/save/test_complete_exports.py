@@ -302,6 +302,10 @@ def test_configurations_of_quantised_models(models, tmp_path):
     [
         {"model.position_ids": np.arange(8, dtype=np.int32).reshape(1, 8)},
         {"model.mask": np.ones((4, 4), bool)},
+        {
+            "model.layers.0.mlp.gate.weight": np.ones((4, 8), np.float32),
+            "model.layers.0.mlp.gate.tid2eid": np.ones((9, 2), np.int32),  # DeepSeek-V4
+        },
     ],
 )
 def test_a_decoded_model_with_integers_of_its_own_is_plain(models, tmp_path, extra):

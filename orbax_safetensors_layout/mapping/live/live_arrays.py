@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping as Dict, Sequence, Set
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from orbax_safetensors_layout.errors import (
     MappingError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.format import storage_dtype
 from orbax_safetensors_layout.pytree import abstract_array, leaf_name, nested_dicts
 from orbax_safetensors_layout.sharding import Placement, sharding_of
 
@@ -274,14 +272,9 @@ class LiveTensors(NamedTuple):
         placements = {name: array.sharding for name, array in self.leaves().items()}
         return _all_values(self.loads, tensors, placements, donate=False)
 
-    def codes(self) -> dict[str, str]:
-        """Return the codes of the tensors' dtypes in files."""
-        return {
-            name: storage_dtype(np.dtype(expr.dtype), math.prod(expr.shape)).code
-            for group in self.saves
-            for name, n in group.results.items()
-            for expr in [group.expressions[n]]
-        }
+    def specs(self) -> dict[str, TensorSpec]:
+        """Return shapes and dtypes of the tensors."""
+        return _result_specs(self.saves)
 
     def changed(self, tensors: Dict[str, Any]) -> list[str]:
         """Return leaves that tensors as `values` returns them do not make again, bit for bit.
@@ -292,9 +285,9 @@ class LiveTensors(NamedTuple):
         nodes = itertools.chain.from_iterable(expr.nodes() for expr in expressions)
         if not any(isinstance(node, Valued) and node.op.lossy_inverse for node in nodes):
             return []
-        leaves = self.leaves()
         again = self.loaded(tensors)
-        return [name for name, leaf in leaves.items() if not _is_same(again[name], leaf)]
+        same = {name: _is_same(again[name], leaf) for name, leaf in self.leaves().items()}
+        return [name for name, is_same in same.items() if not is_same]
 
 
 def unapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
@@ -308,13 +301,8 @@ def reapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
     arrays = _named_leaves(tree)
     specs = _specs(arrays)
     saves = _inverse_planned(mapping, specs, _is_x64())
-    saved = {
-        name: TensorSpec(group.expressions[n].shape, np.dtype(group.expressions[n].dtype))
-        for group in saves
-        for name, n in group.results.items()
-    }
     asked = tuple((name, spec.shape, spec.dtype) for name, spec in specs)
-    loads = _planned(mapping, tuple(saved.items()), asked, _is_x64())
+    loads = _planned(mapping, tuple(_result_specs(saves).items()), asked, _is_x64())
     names = [[("leaf", n) for n in g.sources] + [("tensor", n) for n in g.results] for g in saves]
     names += [[("leaf", n) for n in g.results] + [("tensor", n) for n in g.sources] for g in loads]
     count = len(saves)
@@ -326,6 +314,15 @@ def reapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
         )
         for numbers in _connected(names)
     ]
+
+
+def _result_specs(groups: Iterable[_ArrayGroup]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(expr.shape, np.dtype(expr.dtype))
+        for group in groups
+        for name, n in group.results.items()
+        for expr in [group.expressions[n]]
+    }
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -468,7 +465,7 @@ def _all_values(
     """Return the values of all groups; arrays are given up when none can be refused any more."""
     values: dict[str, Any] = {}
     value_checks: list[tuple[_ArrayGroup, _Program, jax.Array]] = []
-    shared = _shared_buffers(arrays.values()) if donate else frozenset()
+    shared = shared_buffers(arrays.values()) if donate else frozenset()
     given_up: list[jax.Array] = []
     checked = {id(group) for group in groups if may_refuse(group.expressions)}
     for group in sorted(groups, key=lambda group: id(group) not in checked):
@@ -507,9 +504,9 @@ def buffers_of(array: Any) -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
-def _shared_buffers(arrays: Iterable[Any]) -> Set[int]:
-    """Return the buffers that several arrays have, or that one has under several names."""
-    real = (array for array in arrays if not isinstance(array, abstract_array))
+def shared_buffers(arrays: Iterable[Any]) -> Set[int]:
+    """Return the buffers that several `jax.Array`s have, or that one has under several names."""
+    real = (array for array in arrays if isinstance(array, jax.Array))
     uses = collections.Counter(itertools.chain.from_iterable(map(buffers_of, real)))
     return {buffer for buffer, count in uses.items() if count > 1}
 
