@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,6 +19,7 @@ from orbax_safetensors_layout.catalog import (
     holds_checkpoint,
     is_orbax_checkpoint,
     is_safetensors_checkpoint,
+    replaced_files,
     resolve_checkpoint,
 )
 from orbax_safetensors_layout.conversion import (
@@ -63,7 +64,7 @@ from orbax_safetensors_layout.plan import tensors_to_write
 from orbax_safetensors_layout.runtime import ProcessGroup, frozen_heap
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.sharding import MeshShape, ShardingRule
-from orbax_safetensors_layout.storage import LocalStorage, Storage, open_storage
+from orbax_safetensors_layout.storage import LocalStorage, Storage, local_path, open_storage
 from orbax_safetensors_layout.writing import (
     SavedTensor,
     appearance_rank,
@@ -197,6 +198,7 @@ def convert(
             inverse = reader.is_recorded and not mapping.leaf_names(arrays)
         kind = format or ("orbax" if source_kind == "hf" and not inverse else "hf")
         folder, remote = _target_folder(target, group, stack, overwrite=overwrite)
+        restart = restart or remote is not None
         target_item = None
         if step is not None and kind == "orbax":  # the target is a step, too
             folder = os.path.join(folder, os.path.basename(ref.step_folder))
@@ -227,7 +229,8 @@ def convert(
             logging.warning("Format 'hf' has whole tensors: mesh, spec and processes are ignored.")
             topology = None
         block_bytes = conversion_block_bytes(folder, options.memory_budget_bytes, restart=restart)
-        arguments = mapping and fingerprint(mapping), inverts, subtree, quantize and repr(quantize)
+        how = quantize and quantize.fingerprint()
+        arguments = mapping and fingerprint(mapping), inverts, subtree, how
         planned: Target
         sidecar_files: dict[str, bytes] = {}
         if kind == "orbax":
@@ -273,6 +276,10 @@ def convert(
         for rule in () if topology is None or not spec else topology.unused_rules:
             logging.warning("The sharding rule %s is used by no array.", rule)
         is_whole = is_orbax_checkpoint(folder)  # all of it is then replaced
+        of_checkpoint: Callable[[str], bool] = _is_of_checkpoint
+        if kind != "orbax":
+            with LocalStorage() as storage:
+                of_checkpoint = replaced_files(storage, folder, "model")
         with frozen_heap():
             conversion = Conversion(
                 reader,
@@ -282,9 +289,10 @@ def convert(
                 options,
                 block_bytes,
                 restart=restart,
+                is_continued=remote is None,
                 arguments=arguments,
                 reopen=lambda path: open_reader(resolve_checkpoint(path), reading),
-                is_replaced=lambda name: is_whole or appearance_rank(name) is not None,
+                is_replaced=lambda name: is_whole or of_checkpoint(name),
             )
 
             def check() -> None:
@@ -320,8 +328,15 @@ def _target_folder(
     )
 
 
+def _is_of_checkpoint(name: str) -> bool:
+    return appearance_rank(name) is not None
+
+
 def _check_apart(source: str, target: str) -> None:
-    source = os.path.realpath(source)
+    local = local_path(source)
+    if local is None:
+        return
+    source = os.path.realpath(local)
     if f"{target}/".startswith(f"{source}/") or f"{source}/".startswith(f"{target}/"):
         raise SafetensorsLayoutError(
             "source and target are the same folder, or one lies in the other",

@@ -348,6 +348,9 @@ class Quantizes(Protocol):
     ) -> dict[str, bytes]:
         """Return the files beside the model, with what they say of its weights."""
 
+    def fingerprint(self) -> str:
+        """Return a text that tells it from those that write other values."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions(_CheckedOptions):

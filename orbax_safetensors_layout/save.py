@@ -233,7 +233,12 @@ class PreparedSave:
         with (
             storage,
             commit_when_complete(
-                storage, target, group=group, overwrite=overwrite, sidecar_files=sidecar_files
+                storage,
+                target,
+                group=group,
+                overwrite=overwrite,
+                sidecar_files=sidecar_files,
+                stem=self.options.file_stem,
             ) as folder,
         ):
             self.write(

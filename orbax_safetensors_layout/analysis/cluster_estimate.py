@@ -87,8 +87,8 @@ class ClusterEstimate(PlannedShares):
     def seconds(self, costs: Sequence[Cost] = ()) -> list[float]:
         """Return the time of each process, by default of the load itself."""
         costs = costs or self.costs
-        mean_bytes = sum(cost.read_bytes for cost in costs) / len(costs)
-        all_bytes = mean_bytes * self.mesh.processes
+        moved_bytes = sum(cost.read_bytes + cost.written_bytes for cost in costs)
+        all_bytes = moved_bytes / len(costs) * self.mesh.processes
         return [self.rate.seconds(cost, all_bytes) for cost in costs]
 
     def costliest(self, count: int) -> list[LeafCost]:

@@ -6,9 +6,11 @@ from .discover import (
     Discovery,
     discover,
     holds_checkpoint,
+    is_beside,
     is_orbax_checkpoint,
     is_safetensors_checkpoint,
     read_manifest,
+    replaced_files,
     resolve_checkpoint,
 )
 from .piece_catalog import check_save, check_whole

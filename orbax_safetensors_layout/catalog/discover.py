@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -20,6 +20,7 @@ from orbax_safetensors_layout.errors import (
     redact_urls,
 )
 from orbax_safetensors_layout.format import (
+    DIGESTS,
     ENCODING,
     INDEX_SUFFIX,
     MAIN_INDEX,
@@ -28,6 +29,7 @@ from orbax_safetensors_layout.format import (
     Manifest,
     OnError,
     WeightIndex,
+    is_piece_file,
     natural_key,
     parse_index,
     parse_manifest,
@@ -328,12 +330,64 @@ def _visible(storage: Storage, folder: str) -> list[str]:
     return [name for name in storage.list(folder) if not name.startswith(".")]
 
 
+def replaced_files(storage: Storage, folder: str, stem: str) -> Callable[[str], bool]:
+    """Return which files go when a checkpoint is saved to a folder, by the stem of its files.
+
+    They are those of the checkpoint that is there. What a load of a model leaves out stays, such as
+    an adapter; and where an adapter is saved, the model.
+    """
+    names: list[str] = []
+    with contextlib.suppress(CheckpointNotFoundError):
+        names = _visible(storage, folder)
+    own = {name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))}
+    if stem == "model":
+        with contextlib.suppress(InvalidIndexError):  # else nothing there is a checkpoint
+            own = _own_files(storage, folder, names)
+    shared = {MANIFEST, DIGESTS}  # of the whole folder
+    if stem.startswith(_BESIDE_A_MODEL) and any(is_beside(name, stem) for name in own):
+        shared = set()
+
+    def is_replaced(name: str) -> bool:
+        if name in shared:
+            return True
+        if "/" in name or is_beside(name, stem):
+            return False
+        is_weights = name.endswith((SUFFIX, INDEX_SUFFIX))
+        is_new = is_weights and _stem(name).partition(".")[0] == stem
+        return is_new or name in own or is_piece_file(name)
+
+    return is_replaced
+
+
+def is_beside(name: str, stem: str) -> bool:
+    """Whether a file is not of a checkpoint whose files have such a stem, but of one beside it."""
+    if stem.startswith(_BESIDE_A_MODEL):
+        return _stem(name) != stem
+    return name.startswith(_BESIDE_A_MODEL)
+
+
+def _own_files(storage: Storage, folder: str, names: list[str]) -> set[str]:
+    """Return the files of whole tensors that a load of a folder opens, and their index."""
+    index = _index_name(names, folder)
+    if index is None:
+        pieces = {name for name in names if MANIFEST in names and is_piece_file(name)}
+        return pieces or _model_of([name for name in names if name.endswith(SUFFIX)])
+    file = join(folder, index)
+    data = read_file(storage, file, "the index", error=InvalidIndexError)
+    return {index, *parse_index(data, file=file).files}
+
+
+def _model_of(weights: Sequence[str]) -> set[str]:
+    """Return the files of a model among weights, without those beside it and its variants."""
+    model = {_MODEL} & {*weights} or {name for name in weights if _PART.fullmatch(name)}
+    model = model or {name for name in weights if not name.startswith(_BESIDE_A_MODEL)}
+    return {*_without_variants([*model] or weights)}
+
+
 def _model_alone(names: list[str], path: str) -> list[str]:
     """Leaves out weights beside a model, and its variants, as transformers and Diffusers do."""
     weights = [name for name in names if name.endswith(SUFFIX)]
-    model = {_MODEL} & {*weights} or {name for name in weights if _PART.fullmatch(name)}
-    model = model or {name for name in weights if not name.startswith(_BESIDE_A_MODEL)}
-    model = {*_without_variants([*model] or weights)}
+    model = _model_of(weights)
     if len(model) == len(weights):
         return names
     kept = [name for name in names if name in model or not name.endswith(SUFFIX)]
@@ -405,6 +459,7 @@ def _index_name(names: Sequence[str], path: str) -> str | None:
     if _MODEL in names:  # which transformers, too, takes before another index
         return None
     files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
+    files = [name for name in files if not name.startswith(_BESIDE_A_MODEL)] or files
     indices = [name for name in _without_variants(files) if name.endswith(INDEX_SUFFIX)]
     if len(indices) > 1:
         raise InvalidIndexError(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from orbax_safetensors_layout.errors import MappingError
+from orbax_safetensors_layout.errors import MappingError, redact_urls
 from orbax_safetensors_layout.options import KIB, ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_size
 from orbax_safetensors_layout.sharding import ShardingRule, parse_rules
@@ -42,7 +42,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         where = self.prog.removeprefix(PROGRAM).strip()
-        Output().error(f"{where}: {message} (see --help)" if where else f"{message} (see --help)")
+        message = f"{redact_urls(message)} (see --help)"
+        Output().error(f"{where}: {message}" if where else message)
         sys.exit(MISUSE)
 
 

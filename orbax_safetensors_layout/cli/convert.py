@@ -7,7 +7,7 @@ import contextlib
 import os
 from typing import Any
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, redact_urls
 from orbax_safetensors_layout.options import ConvertOptions, WriteOptions
 from orbax_safetensors_layout.runtime import size_text
 
@@ -217,6 +217,16 @@ def _run_consolidate(parsed: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _resume_consolidate(parsed: argparse.Namespace) -> str:
+    from orbax_safetensors_layout.storage import local_path, partial_folder
+
+    target = parsed.target or parsed.path
+    if local_path(target) is not None:
+        return "The checkpoint is as it was; run the same command again."
+    place = redact_urls(partial_folder(target))
+    return f"The checkpoint is as it was; if files of it are gone, all of it is in {place}."
+
+
 CONSOLIDATE = Command(
     name="consolidate",
     help="make Hugging Face files of a checkpoint that was saved in pieces",
@@ -225,5 +235,5 @@ CONSOLIDATE = Command(
     examples=("consolidate run/1000/default exported",),
     add_arguments=_add_consolidate_arguments,
     run=_run_consolidate,
-    resume=lambda _: "The checkpoint is as it was; run the same command again.",
+    resume=_resume_consolidate,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from orbax_safetensors_layout.analysis import ClusterEstimate
 from orbax_safetensors_layout.options import MIB
@@ -277,7 +278,7 @@ def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
             }
             for number, held, cost, time in processes
         ],
-        "total": _cost_document(sum(estimate.costs, Cost())),
+        "total": _total(estimate, estimate.costs),
         "complete": estimate.is_complete,
         "estimated_seconds": max(times),
         "estimated": _estimated(estimate),
@@ -301,15 +302,22 @@ def _sharded_document(estimate: ClusterEstimate) -> dict[str, object] | None:
     if not costs:
         return None
     saved = max(estimate.seconds()) - max(estimate.seconds(costs))
-    total, then = sum(estimate.costs, Cost()), sum(costs, Cost())
+    total, then = _total(estimate, estimate.costs), _total(estimate, costs)
     return {
-        **_cost_document(then),
+        **then,
         "estimated_seconds": max(estimate.seconds(costs)),
-        "saved_read_bytes": total.read_bytes - then.read_bytes,
-        "saved_exchanged_bytes": total.exchanged_bytes - then.exchanged_bytes,
+        "saved_read_bytes": total["read_bytes"] - then["read_bytes"],
+        "saved_exchanged_bytes": total["exchanged_bytes"] - then["exchanged_bytes"],
         "saved_seconds": saved,
     }
 
 
-def _cost_document(cost: Cost) -> dict[str, object]:
+def _total(estimate: ClusterEstimate, costs: Sequence[Cost]) -> dict[str, Any]:
+    """Return the sums over all processes, scaled up from those that were planned."""
+    scale = estimate.mesh.processes / len(costs)
+    total = _cost_document(sum(costs, Cost()))
+    return {name: round(value * scale) for name, value in total.items()}
+
+
+def _cost_document(cost: Cost) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(cost).items() if name != "tensors"}

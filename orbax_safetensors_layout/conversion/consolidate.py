@@ -77,11 +77,12 @@ def consolidate(
         frozen_heap(),
         Catalog.open(path, retries=options.retries) as catalog,
     ):
+        is_local = isinstance(catalog.storage, LocalStorage)
         manifest = catalog.manifest()
         if manifest is None or manifest.pieces is None:
             if target is None and manifest is not None:  # by a call that may have been killed
                 with group.together("removing what an interrupted call has left"):
-                    if group.is_leader and isinstance(catalog.storage, LocalStorage):
+                    if group.is_leader and is_local:
                         finish_interrupted(os.path.realpath(catalog.path))
                 return
             raise SafetensorsLayoutError(
@@ -101,7 +102,7 @@ def consolidate(
         prepared = _prepared(catalog, manifest, manifest.pieces, options, verifying)
         sidecar_files = {}
         if target is None:  # the files beside the pieces stay
-            target, overwrite = path, True
+            target, overwrite = catalog.path if is_local else path, True
         elif group.is_leader:
             sidecar_files = read_sidecar_files(catalog.path, storage=catalog.storage)
         prepared.commit(target, group=group, overwrite=overwrite, sidecar_files=sidecar_files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,13 +18,16 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.format import (
     MAIN_INDEX,
     DifferenceFormat,
+    Header,
     TensorEntry,
     apply_difference,
     checksum,
     parse_index,
 )
+from orbax_safetensors_layout.runtime import Workers
 from orbax_safetensors_layout.storage import Storage, join, read_file, read_range
 
+_THREADS = 16
 VERSION_HINT = "Pull another version, or have a whole one published."
 
 
@@ -44,13 +48,9 @@ class Difference:
     def _read_headers(self, index_file: str) -> None:
         data = read_file(self._storage, index_file, "the index", error=InvalidIndexError)
         index = parse_index(data, file=index_file)
-        for name in index.files:
-            file = join(self.folder, name)
-            try:
-                header = read_header(self._storage, file)
-            except (CheckpointNotFoundError, FormatError) as error:
-                error.hint = error.hint or VERSION_HINT
-                raise
+        files = {join(self.folder, name): name for name in index.files}
+        for file, header in self._headers([*files]).items():
+            name = files[file]
             named = {tensor for tensor, place in index.weight_map.items() if place == name}
             if named != header.tensors.keys():
                 raise InvalidIndexError(
@@ -80,6 +80,22 @@ class Difference:
                     )
                 self.entries[tensor] = entry
                 self._checksums[tensor] = header.metadata[tensor].lower()
+
+    def _headers(self, files: Sequence[str]) -> dict[str, Header]:
+        headers: dict[str, Header] = {}
+
+        def read(file: str) -> None:
+            headers[file] = read_header(self._storage, file)
+
+        try:
+            with Workers(_THREADS, "safetensors-pull", self._storage.interrupt) as workers:
+                for file in files:
+                    workers.submit(read, file)
+                workers.join()
+        except (CheckpointNotFoundError, FormatError) as error:
+            error.hint = error.hint or VERSION_HINT
+            raise
+        return {file: headers[file] for file in files}
 
     @functools.cached_property
     def digest(self) -> bytes:

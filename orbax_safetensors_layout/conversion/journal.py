@@ -42,6 +42,7 @@ class Journal:
         groups: Digest of the groups.
 
     Attributes:
+        source: Digest of the source's content.
         identity: Equal for conversions of the same source with the same arguments.
         digest: Equal for those that also have the same groups.
     """
@@ -50,6 +51,7 @@ class Journal:
         self, folder: str, source: str, arguments: str, *, block_bytes: int, groups: str
     ) -> None:
         self._folder = folder
+        self.source = source
         identity = {"version": _VERSION, "source": source, "arguments": arguments}
         self._head = {**identity, "groups": groups, "block_bytes": block_bytes}
         self.identity = json.dumps(identity)

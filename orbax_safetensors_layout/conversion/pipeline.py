@@ -37,6 +37,7 @@ from orbax_safetensors_layout.storage import (
     check_replaceable,
     claimed,
     partial_folder,
+    storage_errors,
 )
 
 from .checkpoint_reader import CheckpointReader, SourceArray, arrays_of, check_chunks
@@ -82,6 +83,7 @@ class Conversion:
     block_bytes: int
     _: dataclasses.KW_ONLY
     restart: bool  # drops what an interrupted run has done
+    is_continued: bool  # by another call, if it is interrupted
     arguments: object  # distinguishes this from others of the same source and target, by `repr`
     reopen: Callable[[str], CheckpointReader]  # opens what was written, to compare it
     is_replaced: Callable[[str], bool]  # whether a name in `folder` goes with what is replaced
@@ -120,7 +122,8 @@ class Conversion:
             return self._run(processes, check)
         except BaseException as error:
             processes.abandon()
-            if isinstance(error, FormatError):  # what was made of damaged files is not continued
+            # What was made of damaged files is not continued either.
+            if isinstance(error, FormatError) or not self.is_continued:
                 processes.await_others()  # who may be reading the journal
                 # Not from another program that has begun the same since.
                 with contextlib.suppress(StorageError), claimed(self.folder):
@@ -168,6 +171,7 @@ class Conversion:
             with processes.together("committing the checkpoint"):
                 if processes.is_leader:
                     check()
+                    self._check_source()
                     self._commit(claim)
         return self.nbytes - sum(group.nbytes for group in left)
 
@@ -175,13 +179,16 @@ class Conversion:
         claim.forget()
         check()
         check_replaceable(self.folder)
-        if self.restart:
+        # Files without a journal are of a run that was killed while it dropped what it had.
+        if self.restart or Journal.block_bytes(self._workspace) is None:
             self._drop()
         with LocalStorage() as storage:
             storage.make_folder(self._workspace)
         self._journal.read()
 
     def _drop(self) -> None:
+        if not os.path.isdir(self._workspace):
+            return
         self._journal.drop()  # first: what it has recorded counts as written
         with LocalStorage() as storage:
             storage.remove(self._workspace)
@@ -246,6 +253,17 @@ class Conversion:
         share = shares(groups, processes.process_count)[processes.process_index]
         with progress_callback(self.options.progress, label) as progress:
             yield share, ProgressReport(progress, sum(group.nbytes for group in share))
+
+    def _check_source(self) -> None:
+        """Raises if the source was written to: what was read may be of two checkpoints."""
+        with storage_errors("cannot look at the source again", self.source.path):
+            identity = self.source.identity()
+        if identity != self._journal.source:
+            raise StorageError(
+                "the source was changed or replaced while it was converted",
+                file=self.source.path,
+                hint="Convert a checkpoint that nothing writes to, with restart=True (--restart).",
+            )
 
     def _commit(self, claim: Claim) -> None:
         claim.commit(self._finished, is_replaced=self.is_replaced, identity=self._journal.identity)

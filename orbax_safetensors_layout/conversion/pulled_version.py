@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping as Dict
+from collections.abc import Iterable, Iterator, Mapping as Dict
 from typing import Any, NamedTuple
 
 import jax
@@ -356,7 +356,10 @@ def _write_version(
         _IDENTITY: chain.identity,
         _SIDECAR_FILES: [*own_files, *sidecar_files],
     }
-    replaced = {*files, *(held.files if held else ()), MAIN_INDEX, MANIFEST, DIGESTS}
+    replaced = {*files, MAIN_INDEX, MANIFEST, DIGESTS}
+    if held is not None:
+        replaced |= {*held.files, *held.sidecar_files} - {*own_files}
+    folders = {f"{folder}/" for name in replaced for folder in _folders_of(name)}
     with (
         LocalStorage() as storage,
         commit_when_complete(
@@ -365,7 +368,7 @@ def _write_version(
             group=ProcessGroup.alone(),
             overwrite=held is not None,
             sidecar_files=sidecar_files,
-            is_kept=lambda name: name not in replaced,
+            replaces=lambda name: name in replaced or name in folders,
         ) as place,
     ):
         new = place.folder
@@ -387,6 +390,11 @@ def _write_version(
             storage, join(new, MAIN_INDEX), index_bytes([*files.items()], metadata), durable=True
         )
         storage.flush_folder(new)
+
+
+def _folders_of(name: str) -> Iterator[str]:
+    while name := name.rpartition("/")[0]:
+        yield name
 
 
 def _copy(catalog: Catalog, file: str, start: int, stop: int, writer: FileWriter) -> None:

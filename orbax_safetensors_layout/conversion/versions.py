@@ -118,25 +118,33 @@ class PublishedVersions:
     def path(self, number: int) -> str:
         return join(self.folder, version_folder(number))
 
-    def numbers(self) -> list[int]:
-        """Return the complete versions, in order: an index is what appears last."""
+    def _numbers(self) -> list[int]:
+        """Return the versions that there are folders of, the newest first."""
         try:
             names = self.storage.folders(self.folder)
         except CheckpointNotFoundError:  # a repository that is yet to be made
             return []
-        numbers = sorted(n for n in map(folder_version, names) if n is not None)
-        return [n for n in numbers if self.storage.is_file(join(self.path(n), MAIN_INDEX))]
+        return sorted((n for n in map(folder_version, names) if n is not None), reverse=True)
+
+    def _is_complete(self, number: int) -> bool:
+        """Whether the index of a version is there, which appears last."""
+        try:
+            return self.storage.is_file(join(self.path(number), MAIN_INDEX))
+        except CheckpointNotFoundError:  # a repository that is yet to be made
+            return False
 
     def newest(self, version: int | None = None) -> int:
         """Return the newest version, or checks that the given one is there; 0 if there is none."""
-        numbers = self.numbers()
-        if version is None or version in numbers or version == 0:
-            return (numbers[-1] if numbers else 0) if version is None else version
+        if version is None:
+            return next(filter(self._is_complete, self._numbers()), 0)
+        if not version or self._is_complete(version):
+            return version
+        others = [version_folder(n) for n in reversed(self._numbers()) if n != version]
         raise CheckpointNotFoundError(
             f"there is no complete version {version}",
             file=self.folder,
             expected=version_folder(version),
-            found=listed([version_folder(number) for number in numbers]) or "no versions",
+            found=listed(others) or "no versions",
         )
 
     def agreed(self, group: ProcessGroup) -> int:

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import http.client
 import io
+import ipaddress
 import logging
 import socket
 import ssl
@@ -62,7 +63,11 @@ class Origin(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+        if self.host == "localhost":
+            return True
+        with contextlib.suppress(ValueError):  # a name
+            return ipaddress.ip_address(self.host).is_loopback
+        return False
 
 
 class _DeadlineReader(io.RawIOBase):
@@ -260,9 +265,14 @@ def _proxy(origin: Origin) -> urllib.parse.SplitResult | None:
     if not proxy or origin.is_loopback or urllib.request.proxy_bypass(_netloc(origin)):
         return None
     try:
-        return urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     except ValueError:
         raise http.client.InvalidURL("the proxy of the environment is not a URL") from None
+    if parts.scheme not in ("http", "https"):
+        raise http.client.InvalidURL(
+            f"the proxy of the environment is {parts.scheme}://, and only http:// and https:// work"
+        )
+    return parts
 
 
 def basic_login(header: str, parts: urllib.parse.SplitResult) -> dict[str, str]:

@@ -155,7 +155,7 @@ def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bo
         new = _paths(finished)
         kept = [*_kept(folder, new, is_replaced)]
         for path in kept:
-            link_tree(os.path.join(folder, path), os.path.join(finished, path))
+            link_tree(os.path.join(folder, path), _with_folder(os.path.join(finished, path)))
         for place in {os.path.dirname(path) for path in kept}:
             flush_folder(os.path.join(finished, place))
         here = ""
@@ -163,7 +163,7 @@ def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bo
             here = os.getcwd()
         _replace(finished, folder)
         for path in [*_kept(finished, new, is_replaced)]:
-            _bring(os.path.join(finished, path), os.path.join(folder, path))
+            _bring(os.path.join(finished, path), _with_folder(os.path.join(folder, path)))
         flush_folder(parent)  # before the old folder goes
         _remove_old(finished, folder)
         # A program that works in the folder goes on in the new one.
@@ -184,14 +184,25 @@ def _paths(folder: str) -> set[str]:
 def _kept(
     folder: str, new: Set[str], is_replaced: Callable[[str], bool], inside: str = ""
 ) -> Iterator[str]:
-    """Yield the paths of what is in a folder, of no name among `new` paths, and not replaced."""
+    """Yield the paths of what is in a folder, of no name among `new` paths, and not replaced.
+
+    Folders are looked into that have a new one's name, or are replaced.
+    """
     for name in os.listdir(os.path.join(folder, inside)):
         path = os.path.join(inside, name)
-        if new.isdisjoint((path, f"{path}{os.sep}")):
-            if not is_replaced(path):
-                yield path
-        elif f"{path}{os.sep}" in new and _is_real_folder(os.path.join(folder, path)):
+        inner = f"{path}{os.sep}"
+        if _is_real_folder(os.path.join(folder, path)) and (inner in new or is_replaced(inner)):
             yield from _kept(folder, new, is_replaced, path)
+        elif new.isdisjoint((path, inner)) and not is_replaced(path):
+            yield path
+
+
+def _with_folder(path: str) -> str:
+    """Return a path, whose folder is made if it is not there."""
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder):
+        os.makedirs(folder, exist_ok=True)
+    return path
 
 
 def _is_real_folder(path: str) -> bool:

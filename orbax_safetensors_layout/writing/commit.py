@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
+from orbax_safetensors_layout.catalog import replaced_files
 from orbax_safetensors_layout.errors import (
     CheckpointExistsError,
     SafetensorsLayoutError,
@@ -40,14 +39,16 @@ def commit_when_complete(
     group: ProcessGroup,
     overwrite: bool,
     sidecar_files: Mapping[str, bytes],
-    is_kept: Callable[[str], bool] = lambda name: False,
+    stem: str = "model",
+    replaces: Callable[[str], bool] | None = None,
 ) -> Iterator[NewFolder]:
     """Yields the folder to write a checkpoint into; leaving the block commits it to `target`.
 
     All processes enter the block, and leave it when all have written or one has failed. The side
-    files of the leader count. Files of the target that `is_kept` accepts stay, also if they come
-    while this checkpoint is written. Without `overwrite` a checkpoint, or another file of such a
-    name, is a `CheckpointExistsError`, also one that comes meanwhile.
+    files of the leader count. Of the target the files go that `replaces` accepts, by default those
+    of the checkpoint that is there (see `replaced_files`). Without `overwrite` such a checkpoint,
+    or another file of a name of this one, is a `CheckpointExistsError`, also one that comes while
+    this one is written.
     """
     present: set[str] = set()  # side files that are there already, and stay whatever happens
     inner = {f"{name.rpartition('/')[0]}/" for name in sidecar_files if "/" in name}
@@ -55,14 +56,19 @@ def commit_when_complete(
     def rank(name: str) -> int | None:
         if name in sidecar_files or name in inner:
             return None if name in present else 0
-        return None if is_kept(name) else appearance_rank(name)
+        if replaces is None or not replaces(name):
+            return None
+        return appearance_rank(name) or 0
 
     new_folder = storage.new_folder(
         target, overwrite=overwrite, rank=rank, scratch=(PIECES_FOLDER,)
     )
 
+    def exists(folder: str) -> bool:
+        weights = (name for name in storage.list(folder) if name.endswith((SUFFIX, INDEX_SUFFIX)))
+        return any(rank(name) is not None for name in weights)
+
     def check() -> None:
-        exists = functools.partial(is_safetensors_checkpoint, storage=storage)
         present.update(check_target(storage, new_folder.target, sidecar_files, overwrite, exists))
 
     error: BaseException | None = None
@@ -70,6 +76,8 @@ def commit_when_complete(
         try:
             if group.is_leader:
                 new_folder.begin()
+                if replaces is None:
+                    replaces = replaced_files(storage, new_folder.target, stem)
                 check()
                 new_folder.prepare()
         except BaseException as problem:

@@ -8,6 +8,7 @@ import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
+from orbax_safetensors_layout.catalog import is_beside
 from orbax_safetensors_layout.errors import StorageError, listed
 from orbax_safetensors_layout.format import (
     DIGESTS,
@@ -206,7 +207,9 @@ class CheckpointFolder:
                 hint="All processes must write to one file system, or one bucket.",
             )
         for name in present:  # what an abandoned save left would pass for own
-            if appearance_rank(name) is not None and name not in own:
+            if appearance_rank(name) is None or is_beside(name, self._options.file_stem):
+                continue
+            if name not in own:
                 self.storage.remove(join(self.path, name))
         if plan.exchanges or self._options.digests:
             self.storage.remove(join(self.path, PIECES_FOLDER))

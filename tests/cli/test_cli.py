@@ -1,5 +1,6 @@
 """The command line, as a shell runs it."""
 
+import argparse
 import importlib
 import json
 import os
@@ -235,3 +236,19 @@ def test_a_terminal_of_80_columns_breaks_no_line(tmp_path, capsys, monkeypatch):
     assert "\n    dtype  shape      tensors " in shown["inspect", "model"]
     # The problems of a mapping have a line each.
     assert shown[arguments].count("\n  - leaf ") == 9
+
+
+def test_misuse_shows_no_password(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "a", "https://me:hunter2@host/m?sig=hunter2"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "unrecognized arguments" in told
+    assert "hunter2" not in told
+
+
+@pytest.mark.parametrize("path", ["folder", "gs://bucket/folder"])
+def test_what_an_interrupted_consolidation_leaves_is_told(path):
+    command = next(command for command in COMMANDS if command.name == "consolidate")
+    told = command.resume(argparse.Namespace(path=path, target=None))
+    assert ("partial-save" in told) == ("://" in path)

@@ -499,3 +499,27 @@ def test_auto_splits_over_the_most_devices(shape):
         default=1,
     )
     assert math.prod(map(grid.ways, spec)) == (best if len(shape) > 1 else 1)
+
+
+def test_a_save_takes_no_less_than_all_hosts_together_can_write(path, capsys):
+    """What one host writes is little; what all write shares one bandwidth."""
+    arguments = ["plan", str(path), "--mesh", "x=8", "--hosts", "8", "--save", "--json"]
+    rates = ["--bandwidth", "1TB/s", "--latency", "0s", "--shared-bandwidth", "1MB/s"]
+    assert main([*arguments, *rates]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    written = plan["total"]["written_bytes"] + plan["total"]["read_bytes"]
+    assert plan["estimated_seconds"] >= written / 1e6
+
+
+def test_sums_of_some_hosts_are_scaled_up(tmp_path, capsys):
+    osl.save(tmp_path, {"w": np.ones((64, 8), np.float32)})
+    (tmp_path / "maps.py").write_text(
+        "import orbax_safetensors_layout as osl\n"
+        "mapping = osl.Mapping([osl.rule('w', osl.tensor('w').transpose())])\n"
+    )
+    arguments = ["plan", str(tmp_path), "--mesh", "x=64", "--hosts", "64", "--json"]
+    mapping = ["--mapping", f"{tmp_path}/maps.py:mapping", "--spec", "'.*' = -,x"]
+    assert main([*arguments, *mapping]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["complete"], len(plan["processes"])) == (False, 16)
+    assert plan["total"]["needed_bytes"] == 64 * 8 * 4

@@ -773,13 +773,12 @@ def test_a_mesh_of_whole_tensors_is_said_not_to_count(tmp_path, caplog, spec):
     assert bits(safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")) == bits(weights)
 
 
-@pytest.mark.parametrize(("form", "name"), [("orbax", "written"), ("hf", "finished")])
-def test_what_is_in_the_way_of_the_conversions_folders_is_named(tmp_path, form, name):
+@pytest.mark.parametrize("form", ["orbax", "hf"])
+def test_what_is_in_the_way_of_the_conversions_folder_is_named(tmp_path, form):
     save(tmp_path / "source", {"w": random_tensor((8, 4), np.float32)})
     workspace = Path(partial_folder(str(tmp_path / "to"), "convert"))
-    workspace.mkdir()
-    (workspace / name).touch()
-    with pytest.raises(osl.StorageError, match=rf"cannot make the folder.*{name}"):
+    workspace.touch()
+    with pytest.raises(osl.StorageError, match=rf"cannot make the folder.*{workspace.name}"):
         osl.convert(tmp_path / "source", tmp_path / "to", format=form)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -12,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from checkpoints import random_tensor, save
-from http_server import Reply, Server, serve_range
+from http_server import Reply, Server, files_of, serve_range
 from orbax_calls import restore_standard, save_pytree
 
 import orbax_safetensors_layout as osl
@@ -486,3 +487,66 @@ def test_an_old_checkpoint_is_put_back_where_names_are_not_exchanged(tmp_path):
     with pytest.raises(osl.CheckpointExistsError):
         osl.convert(source, target, **CONTINUED)
     np.testing.assert_array_equal(osl.load(target)["old"], np.arange(3))
+
+
+def test_what_a_killed_restart_left_is_not_taken_along(fork_server, tmp_path):
+    """The journal goes first: then the files in the folder are nobody's."""
+    source = save(tmp_path / "source", WEIGHTS, files=2)
+    workspace = interrupted(fork_server, tmp_path, source)
+    for journal in workspace.glob("journal-*"):
+        journal.unlink()
+    (workspace / "finished" / "other.txt").write_text("left")
+    with (workspace / "finished" / "model.safetensors").open("ab") as file:
+        file.write(bytes(100_000))
+    options = osl.ConvertOptions(verify=False, dtype="bfloat16")
+    osl.convert(source, tmp_path / "target", format="hf", options=options)
+    assert not (tmp_path / "target" / "other.txt").exists()
+    assert {str(v.dtype) for v in osl.load(tmp_path / "target").values()} == {"bfloat16"}
+
+
+def test_an_orbax_source_that_is_saved_anew_meanwhile_is_an_error(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    save_pytree(source, WEIGHTS, use_ocdbt=False)
+    commit = FilesTarget.commit
+
+    def saved_anew(*arguments):
+        shutil.rmtree(source)
+        save_pytree(source, {name: -value for name, value in WEIGHTS.items()}, use_ocdbt=False)
+        commit(*arguments)
+
+    monkeypatch.setattr(FilesTarget, "commit", saved_anew)
+    with pytest.raises(osl.StorageError, match="changed or replaced while it was converted"):
+        osl.convert(source, tmp_path / "target", format="hf")
+    assert not (tmp_path / "target").exists()
+
+
+def test_scales_of_another_folder_are_not_continued(tmp_path, monkeypatch):
+    weights = {"l.q_proj.weight": np.random.default_rng(0).normal(size=(128, 128)).astype("f4")}
+    source = save(tmp_path / "source", weights)
+    base = tmp_path / "base"
+    options = osl.WriteOptions(quantize=osl.Quantization("fp8_block"))
+    (source / "config.json").write_text('{"model_type": "llama"}')
+
+    def quantized(scale):
+        weights = {name: value * scale for name, value in osl.load(source).items()}
+        osl.save(base, weights, options=dataclasses.replace(options, model=source), overwrite=True)
+        return osl.Quantization.like(base)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FilesTarget, "commit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            osl.convert(source, tmp_path / "to", format="hf", quantize=quantized(1.0))
+    with pytest.raises(osl.SafetensorsLayoutError, match="other arguments"):
+        osl.convert(source, tmp_path / "to", format="hf", quantize=quantized(2.0))
+
+
+def test_a_web_source_is_converted_into_the_working_folder(tmp_path, monkeypatch):
+    source = save(tmp_path / "source", WEIGHTS)
+    (tmp_path / "to").mkdir()
+    monkeypatch.chdir(tmp_path / "to")
+    with Server(files_of(source)) as server:
+        osl.convert(f"{server.url}/files/?sig=hunter2", ".", format="hf")
+    assert osl.load(".").keys() == WEIGHTS.keys()

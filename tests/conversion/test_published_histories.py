@@ -524,3 +524,35 @@ def test_a_folder_whose_files_are_damaged_is_pulled_anew(tmp_path, damage, caplo
     osl.pull(tmp_path / "all", tmp_path / "own")
     assert file.read_bytes() == data
     assert "is pulled anew" in caplog.text
+
+
+def test_side_files_that_were_not_published_again_go(tmp_path):
+    """Those in folders, too; what others put beside them stays, and they may come back."""
+    model, own = tmp_path / "model", tmp_path / "own"
+    template = "additional_chat_templates/a.jinja"
+    for number, has_template in enumerate([True, True, False, False, True]):
+        shutil.rmtree(model, ignore_errors=True)
+        (model / "additional_chat_templates").mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        for name in ("chat_template.jinja", template) if has_template else ():
+            (model / name).write_text(str(number))
+        options = osl.WriteOptions(model=model)
+        osl.publish(tmp_path / "all", abc(number, 0, 0), whole_every=2, options=options)
+        osl.pull(tmp_path / "all", own)
+        (own / "additional_chat_templates").mkdir(exist_ok=True)
+        (own / "additional_chat_templates" / "mine.txt").write_text("mine")
+        published = number < 3
+        assert (own / "chat_template.jinja").exists() == (own / template).exists() == published
+    osl.publish(tmp_path / "all", abc(9, 0, 0), whole_every=2, options=options)
+    osl.pull(tmp_path / "all", own)
+    assert (own / template).read_text() == "4"
+    assert (own / "additional_chat_templates" / "mine.txt").read_text() == "mine"
+
+
+def test_the_newest_version_is_found_without_looking_at_all(tmp_path):
+    for number in range(12):
+        osl.publish(tmp_path, abc(number, 0, 0))
+    with recording() as storage:
+        osl.pull(tmp_path, abc(0, 0, 0))
+    seen = {name.split("/")[-2] for name, _, _ in storage.ranges}
+    assert seen <= {"weight_v000010", "weight_v000011", "weight_v000012"}

@@ -273,3 +273,24 @@ def test_adapters_in_folders_of_one_are_taken_by_their_paths(tmp_path, base, pla
         with pytest.raises(osl.CheckpointNotFoundError, match="'one', 'two'") as error:
             call(path)
         assert f"{path}/one" in str(error.value)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_an_adapter_is_saved_beside_its_model(tmp_path, digests):
+    """And again: what is replaced is the adapter."""
+    folder = tmp_path / "x"
+    osl.save(folder, WEIGHTS, options=osl.WriteOptions(max_file_bytes=20_000, digests=digests))
+    (folder / "ema.safetensors").write_bytes(b"theirs")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(before) > 4
+    config = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj"]}
+    osl.peft.save(folder, factors(), config=config)
+    with pytest.raises(osl.CheckpointExistsError):
+        osl.peft.save(folder, factors(), config=config)
+    osl.peft.save(folder, factors(seed=8), config=config, overwrite=True)
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == {"adapter_model.safetensors", "adapter_config.json"}
+    loaded = osl.load(folder, mapping=osl.peft.merge(None, folder, base=folder))
+    assert_merged(loaded, factors(seed=8))
+    osl.verify(folder)

@@ -1159,3 +1159,67 @@ def test_the_peak_memory_of_a_consolidation(tmp_path):
     environment = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
     grown = run_alone("consolidate_peak.py", tmp_path, environment=environment)
     assert int(grown) < (64 + 32) << 20
+
+
+BESIDE = ("adapter_model.safetensors", "adapter_model.safetensors.index.json", "ema.safetensors")
+
+
+def put_beside(folder):
+    for name in BESIDE:
+        (folder / name).write_bytes(name.encode())
+
+
+def is_beside(folder):
+    return all((folder / name).read_bytes() == name.encode() for name in BESIDE)
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("numbered", [False, True])
+def test_what_is_beside_a_model_is_not_replaced_with_it(tmp_path, layout, numbered):
+    folder = tmp_path / "x"
+    most = {"max_file_bytes": 40_000} if numbered else {}
+    for _ in range(2):
+        osl.save(folder, llama_like(), options=quick(**most), overwrite=True)
+        put_beside(folder)
+        assert (folder / "model.safetensors").exists() != numbered
+        osl.save(folder, {"t": VALUE}, options=quick(layout=layout), overwrite=True)
+        assert is_beside(folder)
+        left = {path.name for path in folder.iterdir()} - {*BESIDE, MANIFEST}
+        pieces = "shard-00001-of-00001.safetensors"
+        assert left == {"model.safetensors" if layout == "hf" else pieces}
+        assert_same_bits(osl.load(folder)["t"], VALUE)
+
+
+def test_files_of_any_name_are_replaced_where_they_are_the_checkpoint(tmp_path):
+    for name in ("a", "b"):
+        safetensors.numpy.save_file({name: VALUE}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"theirs")
+    with pytest.raises(osl.CheckpointExistsError):
+        osl.save(tmp_path, {"t": VALUE}, options=quick())
+    osl.save(tmp_path, {"t": VALUE}, options=quick(file_stem="weights"), overwrite=True)
+    names = {"weights.safetensors", MANIFEST, "consolidated.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert_same_bits(osl.load(tmp_path)["t"], VALUE)
+
+
+def test_a_model_is_saved_beside_an_adapter(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"theirs")
+    osl.save(tmp_path, {"t": VALUE}, options=quick())
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"theirs"
+    assert_same_bits(osl.load(tmp_path)["t"], VALUE)
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_pieces_are_replaced_where_they_are_and_nothing_else(tmp_path, step):
+    run = tmp_path / "run"
+    folder = run / "1000" / "default" if step else run
+    osl.save(folder, {"t": VALUE}, options=quick(layout="sharded"))
+    if step:
+        (run / "1000" / "_CHECKPOINT_METADATA").write_text("{}")
+    put_beside(folder)
+    osl.consolidate(run / "1000" if step else run)
+    assert is_beside(folder)
+    assert not [*run.rglob("shard-*")]
+    assert raw_file(folder / "model.safetensors").keys() == {"t"}
+    if step:
+        assert sorted(os.listdir(run / "1000")) == ["_CHECKPOINT_METADATA", "default"]

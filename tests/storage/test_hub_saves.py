@@ -1,5 +1,6 @@
 """Saves to the hub: every process uploads, one commit shows all, a failure leaves nothing."""
 
+import functools
 import json
 import os
 import tempfile
@@ -15,6 +16,7 @@ from remote_checks import TOKEN, assert_no_secret, shown
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
+from orbax_safetensors_layout.conversion import FilesTarget
 
 TREE = {f"layer.{n}.weight": np.arange(4000.0, dtype=np.float32) + n for n in range(6)}
 OPTIONS = osl.WriteOptions(max_file_bytes=40_000, timeout_seconds=60)
@@ -328,3 +330,40 @@ def test_versions_are_published_to_the_hub(hub):
 def test_buckets_of_the_hub_are_not_repositories():
     with pytest.raises(osl.StorageError, match="cannot open the path"):
         osl.save("hf://buckets/org/name", TREE)
+
+
+def test_what_is_beside_a_model_is_not_replaced_with_it(hub, tmp_path):
+    theirs = tmp_path / "theirs"
+    osl.save(theirs, {"w": np.ones(2), "v": np.ones(3)})
+    for name in ("adapter_model.safetensors", "ema.safetensors"):
+        (theirs / name).write_bytes(b"theirs")
+    hub.add(NAME, theirs)
+    osl.save(f"hf://{NAME}", {"w": np.zeros(2)}, overwrite=True)
+    left = files(hub)
+    assert left["adapter_model.safetensors"] == left["ema.safetensors"] == b"theirs"
+    assert osl.load(f"hf://{NAME}").keys() == {"w"}
+
+
+def test_a_conversion_to_the_hub_that_was_interrupted_begins_anew(hub, tmp_path, monkeypatch):
+    osl.save(tmp_path / "source", TREE)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "note.txt").write_text("theirs")
+    hub.add(NAME, tmp_path / "empty")
+    commit = FilesTarget.commit
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for error in (interrupt, commit):
+        monkeypatch.setattr(FilesTarget, "commit", error)
+        options = osl.ConvertOptions(dtype="float16" if error is interrupt else "bfloat16")
+        call = functools.partial(
+            osl.convert, tmp_path / "source", f"hf://{NAME}", format="hf", options=options
+        )
+        if error is interrupt:
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert not [*tmp_path.glob("orbax_safetensors_layout-*/*")]
+        else:
+            call()
+    assert {str(value.dtype) for value in osl.load(f"hf://{NAME}").values()} == {"bfloat16"}

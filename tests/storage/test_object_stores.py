@@ -621,3 +621,34 @@ def test_a_save_between_any_two_steps_of_another_one(place, monkeypatch, every):
         assert not (ends[-1] and step in refused)
     assert len(refused) > 20 // every
     assert len(ends) - len(refused) < 10 / every + 1
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_what_is_beside_a_model_is_not_replaced_with_it(place, layout):
+    osl.save(place.url, {"a": np.arange(2), "b": np.arange(3)})
+    beside = {"adapter_model.safetensors": b"lora", "ema.safetensors": b"ema"}
+    for name, data in beside.items():
+        place.put(name, data)
+    options = osl.WriteOptions(layout=layout)
+    osl.save(place.url, {"a": np.arange(3)}, options=options, overwrite=True)
+    if layout == "sharded":
+        osl.consolidate(place.url)
+    assert {name: place.get(name) for name in beside} == beside
+    assert_same_bits(osl.load(place.url)["a"], np.arange(3))
+    assert {*place.names()} - {*beside} == {"model.safetensors", "orbax_safetensors_layout.json"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_adapter_is_saved_beside_its_model(place, overwrite):
+    osl.save(place.url, {"a": np.arange(3)})
+    before = files_of(place)
+    lora = {"q.lora_A.weight": np.ones((2, 4), np.float32)}
+    config = {"r": 2, "lora_alpha": 2, "target_modules": ["q"]}
+    osl.peft.save(place.url, lora, config=config)
+    osl.peft.save(place.url, lora, config=config, overwrite=True)
+    if overwrite:
+        osl.save(place.url, {"a": np.arange(4)}, overwrite=True)
+        assert_same_bits(osl.load(place.url)["a"], np.arange(4))
+    adapter = {"adapter_model.safetensors", "adapter_config.json"}
+    assert {*place.names()} == {*before, *adapter}
+    assert overwrite or {name: unstamped(place.get(name)) for name in before} == before

@@ -754,3 +754,17 @@ def test_a_server_with_a_page_for_what_is_missing(tmp_path, status):
         server.answer = answer
         loaded = osl.load(f"{server.url}/files/model.safetensors")
     assert_same(loaded, tensors)
+
+
+@pytest.mark.parametrize("host", ["127.evil.example", "127.0.0.1.example"])
+def test_a_name_that_begins_like_this_machine_is_another(host, monkeypatch):
+    monkeypatch.delenv("ORBAX_SAFETENSORS_ALLOW_HTTP", raising=False)
+    with pytest.raises(osl.SafetensorsLayoutError, match="ORBAX_SAFETENSORS_ALLOW_HTTP"):
+        osl.load(f"http://{host}/model.safetensors")
+
+
+def test_a_proxy_of_another_kind_is_told_at_once(monkeypatch):
+    monkeypatch.setenv("https_proxy", "socks5://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(osl.StorageError, match="socks5://"):
+        osl.load("https://host.example/model.safetensors")

@@ -124,6 +124,9 @@ class FolderQuantization:
     def __repr__(self) -> str:
         return f"Quantization.like({redact_urls(self.path)!r})"
 
+    def fingerprint(self) -> str:
+        return repr((self, sorted(self._identities.items()), self._configured))
+
     def _read(self, entry: TensorEntry) -> np.ndarray:
         with self._reading:  # one reads for all that wait
             return self._last_read(entry)

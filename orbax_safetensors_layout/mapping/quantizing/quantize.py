@@ -187,6 +187,10 @@ class Quantization:
             add_parts(result, name, self._layout(scale_dtype).tensors(name, weight), weights)
         return result
 
+    def fingerprint(self) -> str:
+        """Return a text that tells it from those that write other values."""
+        return repr(self)
+
     def configured(
         self, files: Mapping[str, bytes], weights: Mapping[str, BoundExpr]
     ) -> dict[str, bytes]:
