@@ -83,7 +83,7 @@ def save(
     """Saves an adapter, which `peft.PeftModel.from_pretrained` then opens.
 
     Args:
-        path: A folder.
+        path: A folder, which may be that of the model: its files stay.
         lora: A tree of arrays, with names as `load` gives them.
         config: What `adapter_config.json` says: at least `r`, `lora_alpha`, `target_modules`. A
             `peft_type` of LORA is added.
