@@ -70,7 +70,8 @@ def test_a_save_that_is_cancelled_is_not_committed(tmp_path):
 def test_a_save_within_a_mesh(tmp_path, asynchronous):
     """Elements of less than a byte are cut on the devices that hold them, one by one."""
     mesh = mesh_of(x=8)
-    tree = {"w": place(np.arange(256).reshape(16, 16).astype(ml_dtypes.int4), P("x"), mesh)}
+    values = (np.arange(1 << 19) % 16 - 8).reshape(512, 1024).astype(ml_dtypes.int4)
+    tree = {"w": place(values, P("x"), mesh)}
     with osl.using(write=osl.WriteOptions(memory_budget_bytes=64 << 10)), jax.set_mesh(mesh):
         asynchronous.save(tmp_path / "step", args=osl.SafetensorsSave(tree))
         asynchronous.wait_until_finished()
