@@ -202,6 +202,24 @@ def test_dtype_of_a_leaf_goes_before_that_of_the_options(tmp_path):
     assert (stored["a"].dtype, stored["b"].dtype) == (np.float32, ml_dtypes.bfloat16)
 
 
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float6_e3m2fn", "int4"])
+def test_save_args_ask_for_dtypes_of_whole_bytes(tmp_path, dtype, layout):
+    handler = osl.SafetensorsCheckpointHandler(write=osl.WriteOptions(layout=layout))
+    args = ocp.SaveArgs(dtype=np.dtype(dtype))
+    own = np.ones((8, 8), dtype)
+    ocp.Checkpointer(handler).save(
+        tmp_path / "own", args=osl.SafetensorsSave({"a": own}, {"a": args})
+    )
+    same(osl.load(tmp_path / "own"), {"a": own})
+    tree = {"a": own, "b": {"w": place(VALUES, P("x"))}}
+    with pytest.raises(osl.UnsupportedDtypeError, match=r"'b\.w'") as caught:
+        ocp.Checkpointer(handler).save(
+            tmp_path / "a", args=osl.SafetensorsSave(tree, jax.tree.map(lambda _: args, tree))
+        )
+    assert f"expected: float32, or a dtype of whole bytes, found: {dtype}" in str(caught.value)
+
+
 def test_save_args_of_another_structure(tmp_path, checkpointer):
     args = osl.SafetensorsSave({"a": 1, "b": 2}, {"a": ocp.SaveArgs()})
     with pytest.raises(osl.MismatchError, match="save_args does not fit the item"):
