@@ -668,9 +668,10 @@ def test_storage_dtypes_are_of_whole_bytes(tmp_path, route, layout, dtype):
     context = route()
     context.array.saving.storage_options.dtype = dtype
     found = f"expected: float32, or a dtype of whole bytes, found: {dtype}"
-    with context, osl.using(write=osl.WriteOptions(layout=layout)):
-        with pytest.raises(osl.UnsupportedDtypeError, match=found) as caught:
-            ocp.save(tmp_path / "a", {"b": {"w": place(VALUES, P("x"))}})
+    write = osl.WriteOptions(layout=layout)
+    refused = pytest.raises(osl.UnsupportedDtypeError, match=found)
+    with context, osl.using(write=write), refused as caught:
+        ocp.save(tmp_path / "a", {"b": {"w": place(VALUES, P("x"))}})
     assert caught.value.tensor == "b.w"
 
 
