@@ -202,6 +202,8 @@ class _CheckedOptions:
                 object.__setattr__(self, name, _floating_dtype(kind, value))
             elif name == "metadata":
                 _check_metadata(kind, value)
+            elif name == "model":
+                _check_model(f"{kind}.model", value)
             else:
                 expected, accepts = _RULE_OF[name]
                 require(accepts(value), f"{kind}.{name}", expected, value)
@@ -484,14 +486,6 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_model(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        pairs = [(name, data) for name, data in value.items() if isinstance(name, str)]
-        named = [data for name, data in pairs if re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name)]
-        return len(named) == len(value) > 0 and all(isinstance(data, bytes) for data in named)
-    return isinstance(value, str | os.PathLike)
-
-
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
@@ -521,6 +515,7 @@ _BY_CLASS = f"a dict of storage classes ({', '.join(PROFILES)}) to"
 _COUNTS = "memory_budget_bytes concurrency request_bytes max_file_bytes attempts cache_bytes"
 _FLAGS = "mmap register_memory strict verify fsync digests code use_ocdbt use_zarr3 use_compression"
 # Names of options, what their values must be, and whether one is that.
+_SIDE_FILE = re.compile(r"([^./\x00-\x1f\x7f-\x9f][^/\x00-\x1f\x7f-\x9f]*(/(?!$)|$)){1,2}")
 _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (_COUNTS, "a positive integer", lambda v: _is_integer(v) and v > 0),
     ("replicate_below_bytes", "a non-negative integer", lambda v: _is_integer(v) and v >= 0),
@@ -548,7 +543,6 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("layout", '"hf" or "sharded"', lambda v: v in ("hf", "sharded")),
     ("progress", "a bool or a function", lambda v: isinstance(v, bool) or callable(v)),
     ("cache", "the path of a local folder", _is_local_path),
-    ("model", "the path or URL of a model's folder, or files by name", _is_model),
     ("card", "a dict, or a function", lambda v: isinstance(v, Mapping) or callable(v)),
     ("quantize", "an osl.Quantization(...)", _is_quantization),
     ("retries", "a RetryPolicy(attempts=..., ...)", lambda v: isinstance(v, RetryPolicy)),
@@ -566,6 +560,23 @@ def _floating_dtype(kind: str, value: Any) -> np.dtype:
             f"{kind}.dtype must be a floating-point dtype of whole bytes, not {dtype}."
         )
     return dtype
+
+
+def _check_model(option: str, model: Any) -> None:
+    is_valid, shown = isinstance(model, str | os.PathLike), model
+    if isinstance(model, Mapping):
+        odd = [name for name, data in model.items() if not _is_side_file(name, data)]
+        is_valid, shown = bool(model) and not odd, odd[:3] or model  # without all files' bytes
+    expected = (
+        "the path or URL of a model's folder, or bytes by name, which is at most in one folder and"
+        " has no control characters and no leading dot"
+    )
+    require(is_valid, option, expected, shown)
+
+
+def _is_side_file(name: Any, data: Any) -> bool:
+    is_named = isinstance(name, str) and _SIDE_FILE.fullmatch(name)
+    return bool(is_named) and isinstance(data, bytes)
 
 
 def _check_metadata(kind: str, metadata: Any) -> None:

@@ -21,16 +21,15 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def in_callers_context(function: Callable[_P, _R], *, with_mesh: bool = True) -> Callable[_P, _R]:
+def in_callers_context(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function` for another thread, with the context variables that the caller of this sees now.
 
     So with `jax.enable_x64` and `jax.set_mesh`, which are local to a thread: a worker would refuse
-    64-bit values, and shardings over the abstract mesh. Within a mesh nothing can be computed on
-    single devices, so saves go without.
+    64-bit values, and shardings over the abstract mesh.
     """
     context = contextvars.copy_context()
     x64 = bool(_jax.config.jax_enable_x64)
-    mesh = current_mesh() if with_mesh else None
+    mesh = current_mesh()
 
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         with _enable_x64(x64), contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):

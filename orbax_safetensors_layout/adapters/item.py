@@ -107,7 +107,7 @@ class ItemSave:
             raise
         # Where one process raises, all must: Orbax has them wait for each other when this returns.
         self._group.barrier("planning the save")
-        self.write: Callable[[PathLike], None] = in_callers_context(self._write, with_mesh=False)
+        self.write: Callable[[PathLike], None] = in_callers_context(self._write)
 
     def start(self, folder: PathLike) -> concurrent.futures.Future[None]:
         """Writes in a thread, and waits until the caller may change the arrays."""

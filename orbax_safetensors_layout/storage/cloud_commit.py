@@ -42,7 +42,9 @@ class _CopyingStorage(Storage, Protocol):
 class InPlace(NewFolder):
     """A save to a folder without a checkpoint: files appear there, in the order of their writer."""
 
-    def __init__(self, target: str, storage: Storage, rank: Rank, scratch: Sequence[str]) -> None:
+    def __init__(
+        self, target: str, storage: _CopyingStorage, rank: Rank, scratch: Sequence[str]
+    ) -> None:
         self.target = self.folder = target
         self.storage = storage
         self._rank = rank
@@ -70,9 +72,12 @@ class InPlace(NewFolder):
 
     def _clear(self) -> None:
         names = _ranked(self.storage, self.folder, self._rank)
-        call_for_all(self.storage.remove, [join(self.folder, name) for name in reversed(names)])
+        call_for_all(self._remove, [*reversed(names)])
         for name in self._scratch:
-            self.storage.remove(join(self.folder, name))
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self.storage.remove(join(self.folder, name), check=self._claim.check)
 
 
 class _BucketClaim:
@@ -95,7 +100,7 @@ class _BucketClaim:
     def take(self) -> None:
         self._renewed = time.monotonic()
         self._renew()
-        names = [join(self._folder, name) for name in self._storage.list(self._folder)]
+        names = self._list()
         now = self._storage.modified_seconds(self._file)
         others = [name for name in names if name != self._file]
         if any(now - self._storage.modified_seconds(name) < _DEAD_SECONDS for name in others):
@@ -126,14 +131,16 @@ class _BucketClaim:
         with self._lock:
             self.check()
             self._storage.check_written(self._folder)
+            # A renewal that failed leaves nothing to compare the object with.
+            if self._file not in self._list():
+                raise not_alone(self._file)
 
     def is_in_store(self) -> bool:
-        """Whether no other program has taken this save for one of a dead process."""
-        with self._lock:
-            try:
-                self._storage.check_written(self._folder)
-            except StorageError:
-                return False
+        """Whether no other program has taken this save for one of a dead process, or may soon."""
+        try:
+            self.check_in_store()
+        except StorageError:
+            return False
         return True
 
     def release(self) -> None:
@@ -147,7 +154,11 @@ class _BucketClaim:
                 if not self._released.is_set():
                     self._renew()
 
+    def _list(self) -> list[str]:
+        return [join(self._folder, name) for name in self._storage.list(self._folder)]
+
     def _renew(self) -> None:
+        self._storage.check_written(self._folder)  # else it would come back after its removal
         begun = time.monotonic()
         write_file(self._storage, self._file, b"1", durable=False)
         if self._age() < _DEAD_SECONDS:  # else it may have been removed before it was written

@@ -49,12 +49,17 @@ class Note(NamedTuple):
 
 
 def entries_of(folder: str) -> dict[str, list[int]]:
-    """Returns inodes, which a later folder may get again, so also sizes and times within it."""
+    """Returns inodes, which a later folder may get again, so also sizes and times of files in it.
+
+    Not those of folders in it, to which come files that are kept.
+    """
     entries = {"": [os.stat(folder).st_ino]}
     with os.scandir(folder) as files:
         for file in files:
             stat = file.stat(follow_symlinks=False)
-            entries[file.name] = [stat.st_ino, stat.st_size, stat.st_mtime_ns]
+            is_folder = file.is_dir(follow_symlinks=False)
+            times = [] if is_folder else [stat.st_size, stat.st_mtime_ns]
+            entries[file.name] = [stat.st_ino, *times]
     return entries
 
 

@@ -32,6 +32,7 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 DIRECT_MIN_BYTES = 1 * MIB
 UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_MANY_OPEN = "Raise the limit of open files (ulimit -n); larger max_file_bytes make fewer files."
 FULL = "Free space on the disk and repeat the call; what is written so far is kept."
 
 
@@ -292,10 +293,11 @@ def storage_errors(
     full: str = "Free space on the disk, or save elsewhere; nothing of this save is kept.",
 ) -> Iterator[None]:
     """Turns an `OSError` into a `StorageError`; `full` says what to do about a full disk."""
+    hints = {errno.ENOSPC: full, errno.EDQUOT: full, errno.EMFILE: _MANY_OPEN}
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
-        hint = full if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+        hint = hints.get(error.errno or 0)
         raise StorageError(doing, file=file, found=error.strerror or error, hint=hint) from error

@@ -9,8 +9,10 @@ import functools
 import itertools
 import mmap
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from orbax_safetensors_layout.runtime import DIRECT_CHUNK_BYTES, direct_scratch
 
@@ -28,34 +30,63 @@ from .local_file import (
 
 CFunction = Callable[..., int]
 _PAGE = mmap.PAGESIZE
+_MOST_WAITING = 64  # files that are open before anything is written to them
 
 
 class LocalFileWriter:
     """A new file of known size. Safe to use from many threads, for ranges that do not overlap.
 
     Room for it is taken at once: a full disk is an error before anything is written, and two
-    threads that extend one file are slower than one.
+    threads that extend one file are slower than one. Of files that wait for their first write only
+    some are open: the system limits how many may be.
     """
+
+    _waiting: ClassVar[weakref.WeakSet[LocalFileWriter]] = weakref.WeakSet()
+    _waiting_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, file: str, size: int, *, durable: bool) -> None:
         self.file = file
         self._partial = f"{file}.partial"  # its name until it is complete
         self._durable = durable
-        self._direct_fd = -1
+        self._fd = self._direct_fd = -1
+        self._has_begun = False
+        self._lock = threading.Lock()
         with storage_errors("cannot create the file", file):
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             self._fd = os.open(self._partial, flags, 0o666)
         try:
             with storage_errors(f"cannot make room for {size} bytes", file):
                 _allocate_file(self._fd, size)
-            if durable and O_DIRECT:
-                with contextlib.suppress(OSError):  # as on tmpfs
-                    self._direct_fd = os.open(self._partial, os.O_WRONLY | os.O_CLOEXEC | O_DIRECT)
+                self._wait()
         except BaseException:
             self.abort()
             raise
 
+    def _wait(self) -> None:
+        """Closes the file until it is written to, if many others wait."""
+        with self._waiting_lock:
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting.add(self)
+                return
+        self._close()
+
+    def _begin(self) -> None:
+        """Opens the file for what is written from now on."""
+        with self._lock:
+            if self._has_begun:
+                return
+            with self._waiting_lock:
+                self._waiting.discard(self)
+            with storage_errors("cannot open the file", self.file):
+                if self._fd < 0:
+                    self._fd = os.open(self._partial, os.O_RDWR | os.O_CLOEXEC)
+            if self._durable and O_DIRECT:
+                with contextlib.suppress(OSError):  # as on tmpfs
+                    self._direct_fd = os.open(self._partial, os.O_WRONLY | os.O_CLOEXEC | O_DIRECT)
+            self._has_begun = True
+
     def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
+        self._begin()
         parts = _flat(buffers)
         stop = offset + sum(map(len, parts))
         with storage_errors(f"writing bytes [{offset}, {stop}) failed", self.file):
@@ -89,6 +120,7 @@ class LocalFileWriter:
         write_fully(self._fd, offset, [chunk])
 
     def finish(self) -> None:
+        self._begin()
         with storage_errors("completing the file failed", self.file):
             if self._durable:
                 os.fsync(self._fd)
@@ -103,6 +135,8 @@ class LocalFileWriter:
                     closing.callback(os.close, fd)
 
     def abort(self) -> None:
+        with self._waiting_lock:
+            self._waiting.discard(self)
         with contextlib.suppress(OSError):
             self._close()
         with contextlib.suppress(OSError):

@@ -49,8 +49,21 @@ class OpenFile:
         self.pending_writes = 1
         self._writer = writer
         self._checksums = RangeChecksums() if digest else None
+        self._has_header = False
+        self._lock = threading.Lock()
 
     def write_at(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
+        """Writes buffers, after the header if they are the first ones."""
+        self._write_header()
+        self._write(offset, buffers)
+
+    def _write_header(self) -> None:
+        with self._lock:
+            if not self._has_header:
+                self._write(0, [memoryview(bytearray(self.plan.layout.header))])
+                self._has_header = True
+
+    def _write(self, offset: int, buffers: Sequence[ByteBuffer]) -> None:
         if self._checksums is not None:
             self._checksums.add("", offset, buffers)
         self._writer.write_at(offset, buffers)
@@ -58,6 +71,7 @@ class OpenFile:
     def finish(self) -> int | None:
         """Completes the file; returns the CRC-32."""
         try:
+            self._write_header()
             self._writer.finish()
         except BaseException:
             self.abort()
@@ -132,14 +146,13 @@ class CheckpointFolder:
         )
 
     def begin_file(self, plan: FileWrite) -> OpenFile:
-        """Creates a file and writes its header; temporary files are not durable."""
+        """Creates a file, of which nothing is written yet; temporary files are not durable."""
         stays = not plan.is_temporary
         durable, digest = self._options.fsync and stays, self._options.digests and stays
         writer = self.storage.create(join(self.path, plan.name), plan.layout.size, durable=durable)
         file = OpenFile(plan, writer, durable=durable, digest=digest)
         with self._lock:
             self._open.append(file)
-        file.write_at(0, [memoryview(bytearray(plan.layout.header))])
         return file
 
     def expect(self, file: OpenFile, writes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from orbax_safetensors_layout.format import SUB_BYTE
 from orbax_safetensors_layout.geometry import AffineView, Box, Tile
@@ -27,6 +28,8 @@ Place = tuple[int, int]  # the number of a leaf, and that of one of its boxes
 _SLABS = 4  # that fit the budget together: some are written while the next come
 _SCATTERED = 2  # times as many elements as are needed lie between them: all are copied, once
 _LEAST_SLAB_BYTES = 64 * KIB  # a small budget does not make ever smaller ones
+
+_NO_MESH = Mesh(np.empty((), object), ())
 
 
 class HostCopies:
@@ -206,10 +209,13 @@ class HostValues:
                     _common(np.asarray(s), b, region).copy()
                     for s, b in zip(shards, boxes, strict=True)
                 ]
-            return _to_host([_region(s, b, region) for s, b in zip(shards, boxes, strict=True)])
+            with _on_single_devices():
+                return _to_host([_region(s, b, region) for s, b in zip(shards, boxes, strict=True)])
         copies = [_host_copies.find(value, numbers[box]) for box in boxes]
         missing = [n for n, copy in enumerate(copies) if copy is None]
-        for n, copy in zip(missing, _to_host([shards[n] for n in missing]), strict=True):
+        with _on_single_devices():
+            copied = _to_host([shards[n] for n in missing])
+        for n, copy in zip(missing, copied, strict=True):
             copies[n] = copy
             _host_copies.add(value, numbers[boxes[n]], copy)
         return copies
@@ -330,6 +336,14 @@ def _on_host(array: jax.Array) -> bool:
 
 def _is_pinned(array: Any) -> bool:
     return isinstance(array, jax.Array) and array.sharding.memory_kind == "pinned_host"
+
+
+@contextlib.contextmanager
+def _on_single_devices() -> Iterator[None]:
+    """Here JAX computes with a shard on the device that holds it, whatever the values."""
+    # The caller's mesh has other devices, too, and weights may be NaN.
+    with jax.set_mesh(_NO_MESH), jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 def _region(shard: jax.Array, box: Box, region: Box) -> jax.Array:

@@ -221,6 +221,13 @@ class _Parser:
         dtype = np.dtype(value.dtype if asked is None else asked)
         if asked is None and self._dtype is not None and is_floating(dtype):
             dtype = self._dtype
+        if dtype in SUB_BYTE and dtype != value.dtype:
+            raise UnsupportedDtypeError(
+                "a save casts to dtypes of whole bytes alone",
+                expected=f"{value.dtype}, or a dtype of whole bytes",
+                found=dtype,
+                hint="Cast the array itself, or ask for another dtype.",
+            )
         key = dtype, value.size % 8
         if key not in self._stored:
             stored = storage_dtype(

@@ -183,7 +183,7 @@ def _names(storage: Storage, folder: str, *, code: bool, with_card: bool) -> Ite
     yield from (name for name in storage.list(folder) if _is_among(name, patterns))
     for inner in storage.folders(folder):
         for pattern, within in in_folders.items():
-            if fnmatch.fnmatchcase(inner, pattern):
+            if _is_among(inner, (pattern,)):
                 names = storage.list(join(folder, inner))
                 yield from (f"{inner}/{name}" for name in names if _is_among(name, within))
 

@@ -70,7 +70,8 @@ def test_a_save_that_is_cancelled_is_not_committed(tmp_path):
 def test_a_save_within_a_mesh(tmp_path, asynchronous):
     """Elements of less than a byte are cut on the devices that hold them, one by one."""
     mesh = mesh_of(x=8)
-    tree = {"w": place(np.arange(256).reshape(16, 16).astype(ml_dtypes.int4), P("x"), mesh)}
+    values = (np.arange(1 << 19) % 16 - 8).reshape(512, 1024).astype(ml_dtypes.int4)
+    tree = {"w": place(values, P("x"), mesh)}
     with osl.using(write=osl.WriteOptions(memory_budget_bytes=64 << 10)), jax.set_mesh(mesh):
         asynchronous.save(tmp_path / "step", args=osl.SafetensorsSave(tree))
         asynchronous.wait_until_finished()
@@ -199,6 +200,24 @@ def test_dtype_of_a_leaf_goes_before_that_of_the_options(tmp_path):
     ocp.Checkpointer(handler).save(tmp_path / "step", args=osl.SafetensorsSave(tree, save_args))
     stored = opened(tmp_path / "step")
     assert (stored["a"].dtype, stored["b"].dtype) == (np.float32, ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float6_e3m2fn", "int4"])
+def test_save_args_ask_for_dtypes_of_whole_bytes(tmp_path, dtype, layout):
+    handler = osl.SafetensorsCheckpointHandler(write=osl.WriteOptions(layout=layout))
+    args = ocp.SaveArgs(dtype=np.dtype(dtype))
+    own = np.ones((8, 8), dtype)
+    ocp.Checkpointer(handler).save(
+        tmp_path / "own", args=osl.SafetensorsSave({"a": own}, {"a": args})
+    )
+    same(osl.load(tmp_path / "own"), {"a": own})
+    tree = {"a": own, "b": {"w": place(VALUES, P("x"))}}
+    with pytest.raises(osl.UnsupportedDtypeError, match=r"'b\.w'") as caught:
+        ocp.Checkpointer(handler).save(
+            tmp_path / "a", args=osl.SafetensorsSave(tree, jax.tree.map(lambda _: args, tree))
+        )
+    assert f"expected: float32, or a dtype of whole bytes, found: {dtype}" in str(caught.value)
 
 
 def test_save_args_of_another_structure(tmp_path, checkpointer):

@@ -662,6 +662,19 @@ def test_storage_dtypes_in_a_training_step(tmp_path, route):
     assert loaded["key"] == jax.random.key(0)
 
 
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float6_e2m3fn", "uint4"])
+def test_storage_dtypes_are_of_whole_bytes(tmp_path, route, layout, dtype):
+    context = route()
+    context.array.saving.storage_options.dtype = dtype
+    found = f"expected: float32, or a dtype of whole bytes, found: {dtype}"
+    write = osl.WriteOptions(layout=layout)
+    refused = pytest.raises(osl.UnsupportedDtypeError, match=found)
+    with context, osl.using(write=write), refused as caught:
+        ocp.save(tmp_path / "a", {"b": {"w": place(VALUES, P("x"))}})
+    assert caught.value.tensor == "b.w"
+
+
 @pytest.mark.parametrize(
     ("group", "name", "value"),
     [

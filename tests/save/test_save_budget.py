@@ -21,9 +21,9 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from checkpoints import assert_same_bits, random_tensor
 from jax.experimental.layout import Format, Layout
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from limits import full_disk
-from meshes import place
+from meshes import mesh_of, place
 from orbax_calls import installed_context
 from programs import run_alone
 from saved_files import assert_saved
@@ -416,6 +416,42 @@ def test_what_mappings_and_formats_compute_is_that_of_arrays_on_the_host(
     (stored,) = folder.glob("*.safetensors")
     assert len(osl.metadata(folder)) > 10
     assert stored.read_bytes() == (tmp_path / "b" / stored.name).read_bytes()
+
+
+SURROUNDINGS = {
+    "mesh": lambda: jax.set_mesh(mesh_of(x=2, y=4)),
+    "explicit mesh": lambda: jax.set_mesh(mesh_of(x=8, axis_types=(AxisType.Explicit,))),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "debug_infs": lambda: jax.debug_infs(True),
+    "transfer_guard": lambda: jax.transfer_guard("disallow"),
+    "default_device": lambda: jax.default_device(jax.devices()[3]),
+}
+
+
+@pytest.mark.parametrize("around", SURROUNDINGS)
+@pytest.mark.parametrize("how", ["plain", "mapped", "orbax"])
+def test_what_surrounds_a_save_does_not_touch_it(tmp_path, around, how):
+    """Slabs are cut on the devices that hold them, one by one, whatever the values."""
+    values = random_tensor((512, 1024), np.dtype(np.float32), 0)
+    values[::7], values[1::7] = np.nan, -np.inf
+    integers = (np.arange(values.size) % 16 - 8).reshape(values.shape).astype(ml_dtypes.int4)
+    tree = {"w": place(values, P("x")), "i": place(integers, P("x"))}
+    expected = {name: np.asarray(array) for name, array in tree.items()}
+    write = osl.WriteOptions(memory_budget_bytes=1 << 16)
+    if how == "orbax":
+        with SURROUNDINGS[around](), osl.context("state"), osl.using(write=write):
+            ocp.save_async(tmp_path / "a", tree).result()
+        assert_saved(tmp_path / "a" / "state", expected)
+        return
+    mapping = None
+    if how == "mapped":  # takes a part of each row
+        halves = [tensor("{x}.0"), tensor("{x}.1")]
+        mapping = osl.Mapping([osl.rule("{x}", osl.concat(halves, axis=1, sizes=[256, 768]))])
+    with SURROUNDINGS[around]():
+        osl.save(tmp_path / "a", tree, mapping=mapping, options=write)
+    loaded = osl.load(tmp_path / "a", mapping=mapping)
+    for name, value in expected.items():  # int4 is stored as int8
+        assert_same_bits(np.asarray(loaded[name]).astype(value.dtype), value)
 
 
 def test_the_caller_goes_on_when_the_last_leaf_of_a_mapped_save_is_on_the_host(tmp_path):

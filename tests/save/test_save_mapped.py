@@ -1,7 +1,9 @@
 """Saves through a mapping: Hugging Face to JAX and back is bit-exact, from any sharding."""
 
 import contextlib
+import dataclasses
 import math
+import os
 from unittest import mock
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 from checkpoints import assert_same_bits, save
 from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
+from limits import few_descriptors
 from mapped_llama import BF16, SPECS, abstract_llama, path, saved_mapping as mapping, tensors
 from mapping_expressions import ALL_OPS, INDEX_OPS, cases, evaluate, reshape, specs_of
 from meshes import any_sharding, mesh_of
@@ -25,6 +28,30 @@ from orbax_safetensors_layout.runtime import ProcessGroup
 __all__ = ["path", "tensors"]  # fixtures
 
 _LEAST = 100  # above what a pad and a fill make
+
+
+@pytest.mark.parametrize("how", ["mapped", "quantised", "consolidated"])
+def test_more_files_than_may_be_open(tmp_path, how):
+    """All have their room on the disk before the first tensor is written."""
+    values, files = np.arange(300 * 64, dtype=np.float32).reshape(300, 64), tmp_path / "out"
+    tree = {f"l.{n}.q_proj.weight": value[None] for n, value in enumerate(values)}
+    options = osl.WriteOptions(max_file_bytes=1)
+    if how == "consolidated":
+        osl.save(tmp_path / "pieces", tree, options=osl.WriteOptions(layout="sharded"))
+    with few_descriptors(max(map(int, os.listdir("/proc/self/fd"))) + 150):
+        if how == "mapped":
+            rule = osl.rule("w", osl.stack(osl.tensor("l.{n}.q_proj.weight"), over="n", axis=0))
+            osl.save(files, {"w": values}, mapping=osl.Mapping([rule]), options=options)
+        elif how == "quantised":
+            quantize = osl.Quantization("nvfp4")
+            osl.save(files, tree, options=dataclasses.replace(options, quantize=quantize))
+        else:
+            osl.consolidate(tmp_path / "pieces", files, options=options)
+    assert len([*files.glob("*.safetensors")]) >= 300
+    if how != "quantised":
+        stored = opened(files)
+        for name, value in tree.items():
+            assert_same_bits(stored[name].reshape(1, 64), value)
 
 
 @pytest.mark.parametrize("split", SPECS)

@@ -194,14 +194,52 @@ def test_the_files_of_a_model_by_name(tmp_path, model):
     osl.save(tmp_path / "out", TENSORS, options=osl.WriteOptions(model=files))
     assert (tmp_path / "out/additional_chat_templates/a.jinja").read_bytes() == b"a"
     assert {n: (tmp_path / "out" / n).read_bytes() for n in FILES} == FILES
-    for odd in ({}, {"../a.json": b""}, {"/a.json": b""}, {"a/b/c": b""}, {"a": "text"}, {3: b""}):
-        with pytest.raises(ValueError, match=r"WriteOptions\.model must be the path or URL"):
-            osl.WriteOptions(model=odd)
+    names = (
+        "../a.json",
+        "/a.json",
+        "a/",
+        "a//b",
+        "a/b/c",
+        "..",
+        ".a",
+        "a/.b",
+        "a\nb",
+        "a\n",
+        "",
+        3,
+    )
+    for odd in ({}, {"a": "text"}, *({name: b"data"} for name in (*names, 3))):
+        with pytest.raises(
+            ValueError, match=r"WriteOptions\.model must be the path or URL"
+        ) as caught:
+            osl.WriteOptions(model=FILES | odd if odd else odd)
+        assert str(caught.value).endswith(f"not {[*odd] or odd}.")
     with pytest.raises(osl.InvalidArgumentError, match="another of its files, has: a"):
         osl.save(tmp_path / "odd", TENSORS, options=osl.WriteOptions(model={"a": b"", "a/b": b""}))
     for name in ("model.safetensors", MANIFEST, "orbax_safetensors_layout.pieces/x"):
         with pytest.raises(osl.InvalidArgumentError, match="a name that a save, or another of its"):
             osl.save(tmp_path / "odd", TENSORS, options=osl.WriteOptions(model={name: b""}))
+
+
+def test_a_handler_takes_the_names_that_a_save_takes(tmp_path, model):
+    names = [
+        "LICENSE (MIT).txt",
+        "chat template.jinja",
+        "LICENSE ñ+v1..2",
+        "ü & co_tokenizer/vocab.txt",
+    ]
+    for name in names:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_bytes(b"text")
+    (model / ".hidden_tokenizer").mkdir()
+    (model / ".hidden_tokenizer/vocab.txt").write_bytes(b"text")
+    options = osl.WriteOptions(model=model)
+    osl.save(tmp_path / "a", TENSORS, options=options)
+    handler = osl.SafetensorsCheckpointHandler(write=options)
+    ocp.Checkpointer(handler).save(tmp_path / "b", args=osl.SafetensorsSave(TENSORS))
+    for folder in ("a", "b"):
+        assert all((tmp_path / folder / name).read_bytes() == b"text" for name in names)
+        assert not (tmp_path / folder / ".hidden_tokenizer").exists()
 
 
 def test_a_handler_reads_the_files_of_a_model_when_it_is_made(tmp_path, model):

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_safetensors_layout as osl
-from orbax_safetensors_layout.storage import local_commit
+from orbax_safetensors_layout.storage import commit_note, local_commit
 
 TREE = {"w": np.arange(4.0, dtype=np.float32)}
 OTHER = {"w": -np.arange(4.0, dtype=np.float32)}
@@ -136,3 +136,34 @@ def test_a_conversion_that_took_its_place_is_done(tmp_path, form):
     done = convert()
     assert done.resumed_bytes == done.nbytes
     assert (target / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_save_that_was_killed_between_renames_had_kept_a_file_in_a_folder_of_its_own(
+    tmp_path, renames
+):
+    """On a file system that cannot exchange two names."""
+    target, templates = tmp_path / "target", "additional_chat_templates"
+    save = functools.partial(
+        osl.save, target, options=osl.WriteOptions(model={f"{templates}/a.jinja": b"a"})
+    )
+    save(TREE)
+    (target / templates / "mine.jinja").write_text("mine")
+
+    def killed(finished, folder):
+        os.rename(folder, commit_note.aside_folder(folder))
+        if renames == 2:
+            os.rename(finished, folder)
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(local_commit, "_replace", killed),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        save(OTHER, overwrite=True)
+    expected = TREE if renames == 1 else OTHER
+    np.testing.assert_array_equal(osl.load(target)["w"], expected["w"])
+    save({"w": np.zeros(3)}, overwrite=True)
+    np.testing.assert_array_equal(osl.load(target)["w"], np.zeros(3))
+    assert (target / templates / "mine.jinja").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"target"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from limits import full_disk
+from limits import few_descriptors, full_disk
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.storage import LocalStorage, flush_folder, local_write
@@ -45,6 +45,30 @@ def fd_count():
     before = count()
     yield
     assert count() == before
+
+
+@pytest.mark.usefixtures("fd_count")
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("ends", ["finish", "abort"])
+def test_files_that_wait_are_not_all_open(tmp_path, durable, ends):
+    before = len(os.listdir("/proc/self/fd"))
+    writers = [LocalFileWriter(str(tmp_path / f"{n}"), 8, durable=durable) for n in range(200)]
+    assert len(os.listdir("/proc/self/fd")) < before + 100
+    assert all((tmp_path / f"{n}.partial").stat().st_size == 8 for n in range(200))
+    for n, writer in enumerate(writers):
+        if n % 2:
+            writer.write_at(0, [memoryview(b"%8d" % n)])
+        getattr(writer, ends)()
+    names = {f"{n}" for n in range(200)} if ends == "finish" else set()
+    assert {*os.listdir(tmp_path)} == names
+    for name in names:
+        expected = name.encode().rjust(8) if int(name) % 2 else bytes(8)
+        assert (tmp_path / name).read_bytes() == expected
+
+
+def test_too_many_open_files_have_a_hint(tmp_path):
+    with few_descriptors(3), pytest.raises(osl.StorageError, match=r"ulimit -n.*max_file_bytes"):
+        LocalFileWriter(str(tmp_path / "f"), 8, durable=False)
 
 
 @pytest.mark.usefixtures("fd_count")

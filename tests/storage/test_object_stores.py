@@ -424,8 +424,8 @@ def test_two_programs_that_save_to_one_folder_at_once_are_told(place, monkeypatc
 
     Neither sees the claim of the other, as if it had been cut off for long.
     """
-    monkeypatch.setattr(cloud_commit._BucketClaim, "take", lambda claim: None)
-    monkeypatch.setattr(cloud_commit._BucketClaim, "check_in_store", lambda claim: None)
+    for name in ("take", "check", "check_in_store"):
+        monkeypatch.setattr(cloud_commit._BucketClaim, name, lambda claim: None)
     turns = Turns(2, [(1, "1"), (2, "1"), (2, "2"), (1, "2"), (1, "3"), (2, "3")])
     monkeypatch.setattr(obstore, "put", functools.partial(turns.put, obstore.put))
     monkeypatch.setattr(obstore, "head", functools.partial(turns.head, obstore.head))
@@ -528,6 +528,85 @@ def test_a_save_that_fails_removes_nothing_of_one_that_took_its_place(place, mon
         osl.save(place.url, NEW)
     assert taken
     assert trees_equal(osl.load(place.url), OTHER)
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_save_that_could_not_renew_its_claim_removes_nothing(place, monkeypatch, comes_back):
+    """While it had no network another took its place; a request on its way may arrive late."""
+    put, offset, is_out, failed, lost = obstore.put, [0.0], threading.Event(), threading.Event(), []
+
+    def cut_off(client, key, data, **options):
+        if is_out.is_set() and "claims" in key:
+            failed.set()
+            raise obstore.exceptions.PermissionDeniedError("no")
+        if not key.endswith(".safetensors") or failed.is_set():
+            return put(client, key, data, **options)
+        is_out.set()
+        assert failed.wait(10)
+        offset[0] = 100.0
+        lost.extend(name for name in place.names() if "claims" in name)
+        for name in lost:  # as of a process that died
+            place.delete(name)
+        time.sleep(0.2)  # the thread that renews the claim has noticed
+        is_out.clear()
+        osl.save(place.url, OTHER)
+        if comes_back:
+            place.put(lost[0], b"1")
+        raise obstore.exceptions.PermissionDeniedError("no")
+
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0])
+    monkeypatch.setattr(cloud_commit, "time", clock)
+    monkeypatch.setattr(cloud_commit, "_RENEWAL_SECONDS", 0.05)
+    monkeypatch.setattr(obstore, "put", cut_off)
+    with pytest.raises(osl.StorageError, match="no"):
+        osl.save(place.url, NEW)
+    assert len(lost) == 1
+    assert trees_equal(osl.load(place.url), OTHER)
+
+
+def test_a_save_that_failed_after_a_renewal_did_removes_what_it_wrote(place, monkeypatch):
+    put, failed = obstore.put, threading.Event()
+
+    def failing(client, key, data, **options):
+        if key.endswith(".safetensors"):
+            put(client, key, data, **options)
+            monkeypatch.setattr(cloud_commit, "_RENEWAL_SECONDS", 99.0)
+            assert failed.wait(10)
+            raise obstore.exceptions.PermissionDeniedError("no")
+        if "claims" in key and cloud_commit._RENEWAL_SECONDS == 99.0 and not failed.is_set():
+            failed.set()
+            raise obstore.exceptions.PermissionDeniedError("no")
+        return put(client, key, data, **options)
+
+    monkeypatch.setattr(cloud_commit, "_RENEWAL_SECONDS", 0.05)
+    monkeypatch.setattr(obstore, "put", failing)
+    with pytest.raises(osl.StorageError, match="no"):
+        osl.save(place.url, NEW)
+    assert failed.is_set()
+    assert not place.names()
+
+
+def test_a_claim_that_was_removed_is_not_renewed(place, monkeypatch):
+    """As after a machine was suspended, whose clock stood still."""
+    put, taken = obstore.put, []
+
+    def overtaken(client, key, data, **options):
+        if not key.endswith(".safetensors") or taken:
+            return put(client, key, data, **options)
+        taken.extend(name for name in place.names() if "claims" in name)
+        for name in taken:
+            place.delete(name)
+        osl.save(place.url, OTHER)
+        time.sleep(0.3)  # a claim is renewed meanwhile, if it is
+        raise obstore.exceptions.PermissionDeniedError("no")
+
+    monkeypatch.setattr(cloud_commit, "_RENEWAL_SECONDS", 0.05)
+    monkeypatch.setattr(obstore, "put", overtaken)
+    with pytest.raises(osl.StorageError):
+        osl.save(place.url, NEW)
+    assert len(taken) == 1
+    assert trees_equal(osl.load(place.url), OTHER)
+    assert not [name for name in place.names() if "claims" in name]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
