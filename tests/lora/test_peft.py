@@ -556,6 +556,35 @@ def test_the_plain_name_of_a_quantised_weight_counts(tmp_path, scheme):
     np.testing.assert_allclose(merged, plus(decoded, delta.transpose()), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("shape", [(64, 64), (32, 64)])  # a square one shows no layout
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_bases_of_gptq_and_awq_are_outputs_first_once_they_are_decoded(
+    tmp_path, method, shape, dora
+):
+    rng, (outputs, inputs) = np.random.default_rng(4), shape
+    words = (inputs // 8, outputs) if method == "gptq" else (inputs, outputs // 8)
+    weights = {
+        f"{Q}.qweight": rng.integers(-(2**31), 2**31, words, dtype=np.int32),
+        f"{Q}.qzeros": np.full((inputs // 16, outputs // 8), 0x34567765, np.int32),
+        f"{Q}.scales": np.abs(random(inputs // 16, outputs)).astype(np.float16),
+    }
+    base = base_of(tmp_path / "base", weights)
+    said = {"quant_method": method, "bits": 4, "group_size": 16}
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"quantization_config": said}))
+    mapping = osl.dequantized(base, dtype="float32")
+    (decoded,) = jax.tree.leaves(osl.load(base, mapping=mapping))
+    lora = low_rank(Q, outputs, inputs)
+    expected = plus(decoded, change(lora, Q, 1.5))
+    if dora:
+        lora[f"{Q}.lora_magnitude_vector"] = random(outputs) ** 2
+        norms = np.sqrt((expected.astype(np.float64) ** 2).sum(1)).astype(F32)
+        expected *= (lora[f"{Q}.lora_magnitude_vector"] / norms)[:, None]
+    path = adapter(tmp_path / "lora", lora, use_dora=dora)
+    (merged,) = jax.tree.leaves(osl.load(base, mapping=osl.peft.merge(mapping, path)))
+    np.testing.assert_allclose(np.asarray(merged), expected, rtol=3e-7)
+
+
 @pytest.mark.parametrize("target", ["plain", "maxtext"])
 def test_ready_mappings_take_adapters(tmp_path, target):
     config = {

@@ -112,18 +112,32 @@ def _awq_or_gptq(weight: FoundWeight) -> Expr:
     inputs = rows * _WORD // bits
     group = _inputs_of_a_group(weight, inputs, groups)
     is_first = weight.settings.values.get("checkpoint_format", "gptq") != "gptq_v2"
-    return grouped(
+    return _outputs_first(
+        weight,
         unpacked(weight.expr("/qweight"), bits, 0, inputs),
-        (group, 1),
-        weight.dtype,
-        {
-            "scale": weight.expr("/scales"),
-            "zero": unpacked(weight.expr("/qzeros"), bits, 1, outputs),
-            "index": weight.maybe("/g_idx") if has_order else None,
-        },
+        unpacked(weight.expr("/qzeros"), bits, 1, outputs),
+        group,
+        index=weight.maybe("/g_idx") if has_order else None,
         offset=int(is_first),  # zeros are stored less one
-        axis=0,
-    ).transpose()
+    )
+
+
+def _outputs_first(
+    weight: FoundWeight,
+    values: Expr,
+    zero: Expr | None,
+    group: int,
+    *,
+    index: Expr | None = None,
+    offset: int = 0,
+) -> Expr:
+    """Return values that are stored [in, out], with scales [group, out], as a weight [out, in]."""
+    operands = {
+        "scale": weight.expr("/scales").transpose(),
+        "zero": None if zero is None else zero.transpose(),
+        "index": index,
+    }
+    return grouped(values.transpose(), (1, group), weight.dtype, operands, offset=offset)
 
 
 def _inputs_of_a_group(weight: FoundWeight, inputs: int, groups: int) -> int:
@@ -143,17 +157,13 @@ def _awq(weight: FoundWeight, inputs: int, groups: int, outputs: int, per_word: 
     if per_word != len(_AWQ_ORDER) or outputs % per_word or inputs % groups:
         raise weight.error(f"{per_word} values a word; AWQ has {len(_AWQ_ORDER)}, of four bits")
     zero = weight.maybe("/qzeros")
-    return grouped(
+    return _outputs_first(
+        weight,
         unpacked(weight.expr("/qweight"), 4, 1, outputs, _AWQ_ORDER),
-        (inputs // groups, 1),
-        weight.dtype,
-        {
-            "scale": weight.expr("/scales"),
-            "zero": None if zero is None else unpacked(zero, 4, 1, outputs, _AWQ_ORDER),
-        },
+        None if zero is None else unpacked(zero, 4, 1, outputs, _AWQ_ORDER),
+        inputs // groups,
         offset=0 if zero is not None else 8,
-        axis=0,
-    ).transpose()
+    )
 
 
 def _two(weight: FoundWeight, part: str) -> tuple[int, int]:
