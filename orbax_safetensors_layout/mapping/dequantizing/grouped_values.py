@@ -26,19 +26,25 @@ _WORDS = (_UINT8, np.dtype(np.int32), np.dtype(np.uint32))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unpack:
-    """A `Kernel` and `Decoder`: integers without sign, packed densely along an axis."""
+    """A `Kernel` and `Decoder`: integers without sign, packed densely along an axis.
+
+    `added` is added to each value in the words, as GPTQModel does: what overflows a value goes to
+    the next one of the word. Values that words do not hold whole are modulo `2**bits` instead.
+    """
 
     bits: int
     axis: int
     extent: int | None  # of the result's axis; None where words hold as many as fit
     order: tuple[int, ...]  # of the values in a word, that at the lowest bits 0; () as stored
     of_bytes: bool = False  # words have any dtype, and the order is that of the values in a byte
+    added: int = 0
     shape: tuple[int, ...] = ()  # the result's, known when bound
     word_bits: int = 32  # of the stored dtype, known when bound
 
     def describe(self, operands: Sequence[str]) -> str:
-        order = f", order={self.order}" if self.order else ""
-        return f"unpacked({operands[0]}, {self.bits}, {self.axis}, {self.extent}{order})"
+        more = f", order={self.order}" if self.order else ""
+        more += f", added={self.added}" if self.added else ""
+        return f"unpacked({operands[0]}, {self.bits}, {self.axis}, {self.extent}{more})"
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         (packed,) = operands
@@ -74,6 +80,10 @@ class Unpack:
     def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         words = np.ascontiguousarray(np.moveaxis(inputs[0], self.axis, -1))
         is_bytes = self.of_bytes or (not self.order and 8 % self.bits == 0)
+        if self.added and self.word_bits % self.bits == 0:
+            words = words.view(f"u{self.word_bits // 8}")
+            ones = sum(1 << place for place in range(0, self.word_bits, self.bits))
+            words = words + words.dtype.type(ones * self.added)
         word_bits = 8 if is_bytes else self.word_bits
         words = words.view(np.uint8 if word_bits == 8 else np.uint32)
         unit = word_bits // math.gcd(word_bits, self.bits)
@@ -89,6 +99,8 @@ class Unpack:
             values = words[..., word] >> shift
             if shift + self.bits > word_bits:
                 values |= words[..., word + 1] << (word_bits - shift)
+            if self.word_bits % self.bits:
+                values += np.uint32(self.added)
             out[..., k] = values & mask
         count = box.shape[self.axis]
         flat = out.reshape(*out.shape[:-2], -1)[..., :count]
@@ -103,9 +115,10 @@ def unpacked(
     order: Sequence[int] = (),
     *,
     of_bytes: bool = False,
+    added: int = 0,
 ) -> Expr:
     """Return uint8 values of an expression of words."""
-    return Compute((packed,), Unpack(bits, axis, extent, tuple(order), of_bytes))
+    return Compute((packed,), Unpack(bits, axis, extent, tuple(order), of_bytes, added))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

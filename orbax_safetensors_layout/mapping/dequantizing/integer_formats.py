@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+from orbax_safetensors_layout.format import short_repr
+
 from ..expr.expression import Expr
 from ..expr.quantized import dequantize_int4
 from ..quantizing.encoder import WeightLayout
@@ -17,6 +19,14 @@ from .grouped_values import grouped, unpacked
 _WORD = 32
 _INTEGERS = {"I64": "<i8", "I32": "<i4"}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of the values of eight columns
+# By how much zeros are stored less in the formats of GPTQ, and in those of auto-round.
+_STORED_LESS = {"gptq": 1, "gptq_v2": 0}
+_PACKED_LESS = {
+    "auto_round:gptq": 1,  # if nothing is said
+    "auto_round:auto_gptq": 1,
+    "auto_round:gptqmodel": 0,
+    "auto_round": 0,
+}
 
 
 def _scaled(weight: FoundWeight) -> Expr:
@@ -111,15 +121,32 @@ def _awq_or_gptq(weight: FoundWeight) -> Expr:
         raise weight.error(f"{rows} words of a column are not values of {bits} bits")
     inputs = rows * _WORD // bits
     group = _inputs_of_a_group(weight, inputs, groups)
-    is_first = weight.settings.values.get("checkpoint_format", "gptq") != "gptq_v2"
     return _outputs_first(
         weight,
         unpacked(weight.expr("/qweight"), bits, 0, inputs),
-        unpacked(weight.expr("/qzeros"), bits, 1, outputs),
+        unpacked(weight.expr("/qzeros"), bits, 1, outputs, added=_stored_less(weight)),
         group,
         index=weight.maybe("/g_idx") if has_order else None,
-        offset=int(is_first),  # zeros are stored less one
     )
+
+
+def _stored_less(weight: FoundWeight) -> int:
+    """Return by how much zeros are stored less than they are, as the configured format has it."""
+    if "auto-round" in weight.settings.method.lower():
+        keys, known = ("packing_format", "backend"), _PACKED_LESS
+    else:
+        keys, known = ("checkpoint_format", "format"), _STORED_LESS
+    values = weight.settings.values
+    for key in keys:
+        if values.get(key) not in (None, "auto"):
+            less = known.get(str(values[key]).lower())
+            if less is None:
+                raise weight.error(
+                    f"{key} {short_repr(values[key])} is not one of {', '.join(known)}, so that it"
+                    " is not known whether zeros are stored less one"
+                )
+            return less
+    return next(iter(known.values()))
 
 
 def _outputs_first(
