@@ -30,7 +30,7 @@ from .config import (
     stored_names,
     stored_shape,
 )
-from .dims import Dims, dims_of, quantized_by
+from .dims import Dims, dims_of, is_tied, quantized_by
 from .steps import Tree
 from .tensors import head_name
 from .vision import with_vision
@@ -242,6 +242,14 @@ def _language_part(config: Dict[str, Any]) -> Dict[str, Any]:
     if not isinstance(thinker, Dict):
         return config
     return {**thinker, "quantization_config": config.get("quantization_config")}
+
+
+def has_tied_head(config: Dict[str, Any]) -> bool:
+    """Whether a configuration of any model ties the output head to the embedding."""
+    parsed = _language_part(config)
+    inner = parsed.get("text_config")
+    kind = (inner if isinstance(inner, Dict) else parsed).get("model_type")
+    return is_tied(parsed, _FAMILY_OF.get(kind) if isinstance(kind, str) else None)
 
 
 def _check_options(options: Dict[str, Any]) -> None:
