@@ -302,6 +302,28 @@ def test_a_weight_that_is_called_a_scale_is_kept(tmp_path):
     assert dropped not in leaves
 
 
+def test_scales_of_activations_and_of_caches_are_left_out(tmp_path):
+    """Those of transformers' FP8 modules, of their experts, and of what vLLM loads as caches'."""
+    experts, stored = "model.layers.0.mlp.experts", {}
+    for name in ("gate_up_proj", "down_proj"):
+        weight = RNG.standard_normal((2, 8, 8)).astype(FP8)
+        stored |= {f"{experts}.{name}": weight, f"{experts}.{name}_scale_inv": floats(2, 1, 1)}
+    module = "model.layers.0.self_attn"
+    kept = {f"{experts}.router_activation_scale": floats(2), f"{module}.cache_scale": floats(1)}
+    left = [f"{experts}.{name}_activation_scale" for name in ("gate_up_proj", "down_proj")]
+    left += [
+        f"{module}.{name}scale"
+        for name in (
+            *("activation_", "input_activation_", "output_activation_"),
+            *("k_", "kv_", "k_cache_", "v_cache_", "kv_cache_"),
+        )
+    ]
+    left += [f"{module}.q_proj.activation_scale_inv"]
+    write(tmp_path, stored | kept | {name: floats(1) for name in left}, {"quant_method": "fp8"})
+    leaves = osl.dequantized(tmp_path).leaf_facts(tmp_path)
+    assert leaves.keys() == {f"{experts}.gate_up_proj", f"{experts}.down_proj", *kept}
+
+
 @pytest.mark.parametrize(
     ("stored", "said"),
     [
