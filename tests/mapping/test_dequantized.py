@@ -67,9 +67,9 @@ def fp8(scale, name="weight_scale", stored=None, **config):
     )
 
 
-def mxfp8():
+def mxfp8(name="weight_scale", **config):
     scale = RNG.integers(120, 130, (ROWS, COLUMNS // 32)).astype(np.uint8)
-    return fp8((2.0 ** (scale.astype(F32) - 127)).astype(F32), stored=scale)
+    return fp8((2.0 ** (scale.astype(F32) - 127)).astype(F32), name, stored=scale, **config)
 
 
 def int8():
@@ -225,6 +225,9 @@ CASES = {
         floats(4, 2), "weight_scale_inv", weight_block_size=[4, 32]
     ),
     "mxfp8": mxfp8,
+    "mxfp8 of transformers": lambda: mxfp8(
+        "weight_scale_inv", quant_method="fp8", weight_block_size=[1, 32]
+    ),
     "int8 zero points": int8,
     "nvfp4 modelopt": lambda: nvfp4("modelopt"),
     "nvfp4 compressed-tensors": lambda: nvfp4("compressed-tensors"),

@@ -17,6 +17,7 @@ from ..regexes import compiled_regex
 from .config import SIZES, Section
 from .steps import TensorStep
 
+_MX_BLOCK = (1, 32)
 _REGEX = "re:"
 _LONGEST_NAME = 100  # of a module of the families, in characters
 _ENDINGS = {
@@ -51,7 +52,8 @@ class WeightFormat:
         is_plain = any(
             re.match(pattern.removeprefix(_REGEX), module)
             if pattern.startswith(_REGEX)
-            else f".{pattern}." in f".{module}."
+            else f".{module}".endswith(f".{pattern}")
+            or (self.method == "fp8" and f"{module}.".startswith(f"{pattern}."))
             for pattern in self.plain
         )
         return step.projection and not is_plain
@@ -110,8 +112,14 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
     # Scales of blocks of 128 and of 129 have one shape: only published sizes are accepted.
     if len(block) != 2 or any(extent & (extent - 1) for extent in block):
         config.raise_error("weight_block_size", "rows and columns, powers of two", block)
-    kept = config.texts("modules_to_not_convert")
-    return WeightFormat("fp8", (block[0], block[1]), plain=kept)
+    if block == _MX_BLOCK:
+        raise OtherFormatError(
+            f"there is no ready mapping for {family} quantised in blocks of {list(block)}, as MXFP8"
+            " is, whose scales may be exponents",
+            hint="Give the folder with the files: their dtypes say what they are.",
+        )
+    plain = _plain_modules(config, "modules_to_not_convert")
+    return WeightFormat("fp8", (block[0], block[1]), plain=plain)
 
 
 def _int4(family: str, config: Section) -> WeightFormat:
@@ -134,11 +142,17 @@ def _int4(family: str, config: Section) -> WeightFormat:
             found=short_repr(config.get("config_groups")),
             hint=_HINT,
         )
-    plain = config.texts("ignore")
+    plain = _plain_modules(config, "ignore")
+    return WeightFormat("int4", group=weights.integer("group_size"), plain=plain)
+
+
+def _plain_modules(config: Section, key: str) -> tuple[str, ...]:
+    """Return the modules that a configuration leaves as they are; checks regular expressions."""
+    plain = config.texts(key)
     for pattern in plain:
         if pattern.startswith(_REGEX):
             try:
-                compiled_regex(pattern.removeprefix(_REGEX), _LONGEST_NAME, "ignore")
+                compiled_regex(pattern.removeprefix(_REGEX), _LONGEST_NAME, key)
             except MappingError as error:
-                config.raise_error("ignore", f"regular expressions with {error.expected}", pattern)
-    return WeightFormat("int4", group=weights.integer("group_size"), plain=plain)
+                config.raise_error(key, f"regular expressions with {error.expected}", pattern)
+    return plain
