@@ -107,6 +107,7 @@ class PeftFolder:
         self._tie(tied_heads)
         self._check_patterns(transposed or ())
         self._tree = NameTree(self.names)
+        self._known_figures: dict[str, tuple[int, float]] = {}
         self._seen: tuple[TensorSpecs, dict[str, set[bool]]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -324,7 +325,13 @@ class PeftFolder:
         return [*map(str, value)] if isinstance(value, list) else []
 
     def _figures(self, module: str) -> tuple[int, float]:
-        """Return the rank of a module, and what its product is scaled with."""
+        """Return the rank of a module, and what its product is scaled with; remembers them."""
+        figures = self._known_figures.get(module)
+        if figures is None:
+            figures = self._known_figures[module] = self._read_figures(module)
+        return figures
+
+    def _read_figures(self, module: str) -> tuple[int, float]:
         ranks, alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
         rank: Any = ranks.get(self._key(ranks, module), self.config.get("r"))
         alpha: Any = alphas.get(self._key(alphas, module), self.config.get("lora_alpha"))
@@ -342,8 +349,8 @@ class PeftFolder:
     def _key(self, patterns: dict[str, Any], name: str) -> str:
         """Return the first pattern that a module's name ends with, as PEFT finds it."""
         starts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
-        for pattern in patterns:
-            regex = compiled_regex(pattern, len(name), self._config_file)
+        regexes = _compiled(tuple(patterns), len(name), self._config_file)
+        for pattern, regex in zip(patterns, regexes, strict=True):
             if any(regex.fullmatch(name, start) for start in starts):
                 return pattern
         return name
@@ -430,6 +437,11 @@ class PeftFolder:
             yield f"{module}.{parameter}", _Module(f"{module}.{parameter}", parts, True)
         else:
             yield f"{module}.weight", _Module(module, parts, is_parameter=False)
+
+
+@functools.lru_cache(64)
+def _compiled(patterns: tuple[str, ...], longest: int, place: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(compiled_regex(pattern, longest, place) for pattern in patterns)
 
 
 def _fused(name: str) -> Iterator[tuple[str, str, int]]:

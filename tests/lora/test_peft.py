@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 
 import jax
 import ml_dtypes
@@ -114,6 +115,17 @@ def test_patterns_rslora_and_stacked_layers_of_which_not_all_have_a_change(tmp_p
     merged[0] = plus(merged[0], change(lora, Q, 3 / math.sqrt(4)))
     merged[2] = plus(merged[2], change(lora, "model.layers.2.q_proj", 7 / math.sqrt(2)))
     assert_same_bits(loaded, np.stack([weight.T for weight in merged], 1))
+
+
+def test_patterns_are_searched_once_for_a_module(tmp_path, monkeypatch):
+    lora = low_rank(Q, 8, 6) | low_rank(K, 8, 6)
+    base = base_of(tmp_path / "base", {f"{name}.weight": random(8, 6) for name in (Q, K)})
+    patterns = {f"layers.{n}.k_proj": 2 for n in range(20)}
+    path = adapter(tmp_path / "lora", lora, rank_pattern=patterns, alpha_pattern=patterns)
+    merged = osl.peft.merge(None, path, base=base)
+    first = merged.bind(base).expressions
+    monkeypatch.setattr(re, "finditer", lambda *_: pytest.fail("searched again"))
+    assert merged.bind(base).expressions == first
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (8, 8)])
