@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping as Dict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping as Dict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -235,7 +235,7 @@ def _settings(catalog: Catalog) -> Dict[str, Any]:
     return {}
 
 
-def is_of_activations(name: str, weights: Container[str]) -> bool:
+def is_of_activations(name: str, weights: Collection[str]) -> bool:
     """Whether a tensor beside quantised weights is a scale of activations or of a cache."""
     if weights and _OF_ACTIVATIONS.fullmatch(name):
         return True
