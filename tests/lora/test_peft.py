@@ -379,6 +379,34 @@ def test_a_trained_embedding_of_a_model_with_tied_ones(tmp_path, table, more, co
         assert_same_bits(loaded[f"{table}.weight"], lora[f"{table}.weight"])
 
 
+@pytest.mark.parametrize(
+    ("config", "is_tied"),
+    [
+        ({"model_type": "gemma"}, True),  # as its class has it
+        ({"model_type": "gemma", "tie_word_embeddings": False}, False),
+        ({"model_type": "other", "tie_word_embeddings": True}, True),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, True),
+        ({"model_type": "llama"}, False),
+        (None, False),
+    ],
+)
+def test_a_stored_head_changes_as_the_embedding_where_the_configuration_ties_them(
+    tmp_path, config, is_tied
+):
+    table, head = "model.embed_tokens", "lm_head.weight"
+    weights = {f"{table}.weight": random(10, 6), head: random(10, 6)}
+    base = base_of(tmp_path / "base", weights)
+    if config is not None:
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    lora = {f"{table}.lora_embedding_A": random(2, 10), f"{table}.lora_embedding_B": random(6, 2)}
+    merged = osl.peft.merge(None, adapter(tmp_path / "lora", lora), base=base)
+    loaded = osl.load(base, mapping=merged)
+    a, b = (lora[f"{table}.lora_embedding_{x}"].astype(np.float64) for x in "AB")
+    expected = plus(weights[head], ((b @ a).T * 1.5).astype(F32))
+    assert_same_bits(loaded[f"{table}.weight"], expected)
+    assert_same_bits(loaded[head], expected if is_tied else weights[head])
+
+
 def test_two_adapters_add_up(tmp_path):
     weight = random(6, 4)
     one, two = low_rank(Q, 6, 4), low_rank(Q, 6, 4, seed=5)

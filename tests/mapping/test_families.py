@@ -1001,6 +1001,12 @@ THREE_LAYERS = {
         ),
         (
             "llama",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32]}},
+            {},
+            "as MXFP8 is",
+        ),
+        (
+            "llama",
             {
                 "quantization_config": {
                     "quant_method": "fp8",
