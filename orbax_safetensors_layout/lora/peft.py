@@ -14,9 +14,16 @@ from collections.abc import Callable, Iterable, Mapping as Dict
 from typing import Any
 
 from orbax_safetensors_layout.catalog import Catalog, suggest_names
-from orbax_safetensors_layout.errors import MappingError, listed
+from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError, listed
 from orbax_safetensors_layout.load import LoadRequest, load_requested, telling_others
-from orbax_safetensors_layout.mapping import Mapping, overlaid, read_config, rule, tensor
+from orbax_safetensors_layout.mapping import (
+    Mapping,
+    has_tied_head,
+    overlaid,
+    read_config,
+    rule,
+    tensor,
+)
 from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions, given_or_default
 from orbax_safetensors_layout.pytree import leaf_shapes
 from orbax_safetensors_layout.runtime import frozen_heap
@@ -24,7 +31,7 @@ from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.storage import join, open_storage
 
 from .adapter_files import CONFIG_FILE, STEM, WEIGHTS_FILE, opened
-from .peft_folder import PREFIX, PeftFolder, mixtral_names
+from .peft_folder import PREFIX, PeftFolder, TiedHeads, is_head, mixtral_names
 
 
 def config(path: PathLike, *, options: ReadOptions | None = None) -> dict[str, Any]:
@@ -126,7 +133,8 @@ def merge(
     Args:
         mapping: That of the base's model. None for leaves that are the base's tensors.
         adapter: The adapter's folder, or its `hf://` path.
-        base: The base's folder, which None in place of a mapping needs.
+        base: The base's folder, which None in place of a mapping needs. A head that is stored and
+            that its configuration ties to the embedding takes the change of that, as in PEFT.
         rename: Gives the base's name of a tensor for the adapter's, where they differ. None knows
             of Mixtral's `block_sparse_moe`, which PEFT calls `mlp` by now.
         transposed: Patterns of modules whose square weights are [in, out], `()` if none are; shapes
@@ -141,17 +149,18 @@ def merge(
     """
     options = given_or_default(options, ReadOptions)
     patterns = None if transposed is None else tuple(transposed)
-    if mapping is not None:
-        names = [name for each in mapping.rules for name in each.patterns()]
-    elif base is not None:
+    heads: TiedHeads = ()
+    if base is not None:
         with Catalog.open(base, retries=options.retries, cache=options.cache_folder) as catalog:
-            names = [*catalog.names]
-    else:
+            names, heads = [*catalog.names], _tied_heads(catalog)
+    elif mapping is None:
         raise MappingError(
             "merge needs the base's folder, or a mapping of its tensors",
             expected="merge(None, adapter, base=FOLDER), or merge(mapping, adapter)",
         )
-    folder = PeftFolder(adapter, rename or mixtral_names(names), patterns, options)
+    if mapping is not None:
+        names = [name for each in mapping.rules for name in each.patterns()]
+    folder = PeftFolder(adapter, rename or mixtral_names(names), patterns, options, heads)
     if mapping is None:
         leaves = dict.fromkeys([*names, *filter(folder.replaces, folder.names)])
         mapping = Mapping([rule(name, tensor(name)) for name in leaves])
@@ -169,3 +178,13 @@ def merge(
             " decodes, if the base is quantised; untie=True of a family's, for a tied head.",
         )
     return merged
+
+
+def _tied_heads(catalog: Catalog) -> TiedHeads:
+    """Return the output heads of a base whose configuration ties them, with their shapes."""
+    heads = {name: entry for name, entry in catalog.all_entries().items() if is_head(name)}
+    if heads:
+        with contextlib.suppress(CheckpointNotFoundError):
+            if has_tied_head(read_config(catalog.path, storage=catalog.storage)):
+                return tuple((name, entry.shape) for name, entry in heads.items())
+    return ()

@@ -38,6 +38,8 @@ from .adapter_files import CONFIG_FILE, AdapterFiles
 PREFIX = "base_model.model."
 
 Rename = Callable[[str], str]
+TiedHeads = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of the base's output heads, if its configuration ties them to the embedding."""
 
 _DEFAULT = ReadOptions()
 
@@ -86,13 +88,14 @@ class PeftFolder:
         rename: Rename | None = None,
         transposed: tuple[str, ...] | None = None,
         options: ReadOptions = _DEFAULT,
+        tied_heads: TiedHeads = (),
         digest: str | None = None,
     ) -> None:
         self._files = files = AdapterFiles(path, options)
         self.path, self.file, self.config = files.path, files.file, files.config
         self._config_file = join(os.path.dirname(self.file), CONFIG_FILE)
         self.digest = files.digest
-        self._how = rename, transposed, dataclasses.replace(options, progress=False)
+        self._how = rename, transposed, dataclasses.replace(options, progress=False), tied_heads
         self._transposed = [compile_pattern(pattern) for pattern in transposed or ()]
         self._is_transposed_given = transposed is not None
         files.check(files.digest, digest)
@@ -101,8 +104,10 @@ class PeftFolder:
         self._replaced: dict[str, TensorEntry] = {}
         self._tables: set[str] = set()  # of those, embeddings that a head may be tied to
         self._sort(rename or (lambda name: name))
+        self._tie(tied_heads)
         self._check_patterns(transposed or ())
         self._tree = NameTree(self.names)
+        self._known_figures: dict[str, tuple[int, float]] = {}
         self._seen: tuple[TensorSpecs, dict[str, set[bool]]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -164,7 +169,7 @@ class PeftFolder:
 
     def _check_head(self, name: str, others: Iterable[str]) -> None:
         """Raises if a head is the base's embedding, which a trained copy leaves as it is."""
-        if not any(map(_HEAD.fullmatch, others)):
+        if not any(map(is_head, others)):
             raise MappingError(
                 f"the adapter replaces the embedding {name!r} (modules_to_save), and the base's own"
                 " stays the output head, as nothing else is one: they are no longer tied",
@@ -320,7 +325,13 @@ class PeftFolder:
         return [*map(str, value)] if isinstance(value, list) else []
 
     def _figures(self, module: str) -> tuple[int, float]:
-        """Return the rank of a module, and what its product is scaled with."""
+        """Return the rank of a module, and what its product is scaled with; remembers them."""
+        figures = self._known_figures.get(module)
+        if figures is None:
+            figures = self._known_figures[module] = self._read_figures(module)
+        return figures
+
+    def _read_figures(self, module: str) -> tuple[int, float]:
         ranks, alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
         rank: Any = ranks.get(self._key(ranks, module), self.config.get("r"))
         alpha: Any = alphas.get(self._key(alphas, module), self.config.get("lora_alpha"))
@@ -338,8 +349,8 @@ class PeftFolder:
     def _key(self, patterns: dict[str, Any], name: str) -> str:
         """Return the first pattern that a module's name ends with, as PEFT finds it."""
         starts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
-        for pattern in patterns:
-            regex = compiled_regex(pattern, len(name), self._config_file)
+        regexes = _compiled(tuple(patterns), len(name), self._config_file)
+        for pattern, regex in zip(patterns, regexes, strict=True):
             if any(regex.fullmatch(name, start) for start in starts):
                 return pattern
         return name
@@ -399,6 +410,18 @@ class PeftFolder:
             for name, module in self._targets(path, own, levels):
                 self._modules[rename(name)] = module
 
+    def _tie(self, heads: TiedHeads) -> None:
+        """Gives a stored copy of the embedding the change of that, as it is one tensor in PEFT."""
+        for name, shape in heads:
+            if name in self.names:
+                continue
+            for module in self._modules.values():
+                if "embedding" in module.parts and _EMBEDDING.fullmatch(module.name):
+                    a, b = module.parts.get("a"), module.parts.get("b")
+                    if a and b and shape == (*a.shape[1:], *b.shape[:1]):
+                        self._modules[name] = module
+                        break
+
     def _targets(
         self, path: str, parts: dict[str, TensorEntry], levels: dict[str, int]
     ) -> Iterator[tuple[str, _Module]]:
@@ -416,12 +439,22 @@ class PeftFolder:
             yield f"{module}.weight", _Module(module, parts, is_parameter=False)
 
 
+@functools.lru_cache(64)
+def _compiled(patterns: tuple[str, ...], longest: int, place: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(compiled_regex(pattern, longest, place) for pattern in patterns)
+
+
 def _fused(name: str) -> Iterator[tuple[str, str, int]]:
     """Yields the parameter that holds all experts of a tensor, its expert, and the half of it."""
     match = _EXPERT.fullmatch(name)
     if match:
         fused, half = _PARTS[match["part"]]
         yield f"{match['fused']}.{fused}", match["expert"], half
+
+
+def is_head(name: str) -> bool:
+    """Whether a tensor is called as an output head."""
+    return _HEAD.fullmatch(name) is not None
 
 
 def mixtral_names(names: Collection[str]) -> Rename | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 
 import jax
 import ml_dtypes
@@ -114,6 +115,17 @@ def test_patterns_rslora_and_stacked_layers_of_which_not_all_have_a_change(tmp_p
     merged[0] = plus(merged[0], change(lora, Q, 3 / math.sqrt(4)))
     merged[2] = plus(merged[2], change(lora, "model.layers.2.q_proj", 7 / math.sqrt(2)))
     assert_same_bits(loaded, np.stack([weight.T for weight in merged], 1))
+
+
+def test_patterns_are_searched_once_for_a_module(tmp_path, monkeypatch):
+    lora = low_rank(Q, 8, 6) | low_rank(K, 8, 6)
+    base = base_of(tmp_path / "base", {f"{name}.weight": random(8, 6) for name in (Q, K)})
+    patterns = {f"layers.{n}.k_proj": 2 for n in range(20)}
+    path = adapter(tmp_path / "lora", lora, rank_pattern=patterns, alpha_pattern=patterns)
+    merged = osl.peft.merge(None, path, base=base)
+    first = merged.bind(base).expressions
+    monkeypatch.setattr(re, "finditer", lambda *_: pytest.fail("searched again"))
+    assert merged.bind(base).expressions == first
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (8, 8)])
@@ -367,6 +379,34 @@ def test_a_trained_embedding_of_a_model_with_tied_ones(tmp_path, table, more, co
         assert_same_bits(loaded[f"{table}.weight"], lora[f"{table}.weight"])
 
 
+@pytest.mark.parametrize(
+    ("config", "is_tied"),
+    [
+        ({"model_type": "gemma"}, True),  # as its class has it
+        ({"model_type": "gemma", "tie_word_embeddings": False}, False),
+        ({"model_type": "other", "tie_word_embeddings": True}, True),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, True),
+        ({"model_type": "llama"}, False),
+        (None, False),
+    ],
+)
+def test_a_stored_head_changes_as_the_embedding_where_the_configuration_ties_them(
+    tmp_path, config, is_tied
+):
+    table, head = "model.embed_tokens", "lm_head.weight"
+    weights = {f"{table}.weight": random(10, 6), head: random(10, 6)}
+    base = base_of(tmp_path / "base", weights)
+    if config is not None:
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    lora = {f"{table}.lora_embedding_A": random(2, 10), f"{table}.lora_embedding_B": random(6, 2)}
+    merged = osl.peft.merge(None, adapter(tmp_path / "lora", lora), base=base)
+    loaded = osl.load(base, mapping=merged)
+    a, b = (lora[f"{table}.lora_embedding_{x}"].astype(np.float64) for x in "AB")
+    expected = plus(weights[head], ((b @ a).T * 1.5).astype(F32))
+    assert_same_bits(loaded[f"{table}.weight"], expected)
+    assert_same_bits(loaded[head], expected if is_tied else weights[head])
+
+
 def test_two_adapters_add_up(tmp_path):
     weight = random(6, 4)
     one, two = low_rank(Q, 6, 4), low_rank(Q, 6, 4, seed=5)
@@ -554,6 +594,35 @@ def test_the_plain_name_of_a_quantised_weight_counts(tmp_path, scheme):
     merged = osl.load(base, mapping=osl.peft.merge(mapping, path))["w"]
     decoded = osl.load(base, mapping=mapping)["w"]
     np.testing.assert_allclose(merged, plus(decoded, delta.transpose()), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("shape", [(64, 64), (32, 64)])  # a square one shows no layout
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_bases_of_gptq_and_awq_are_outputs_first_once_they_are_decoded(
+    tmp_path, method, shape, dora
+):
+    rng, (outputs, inputs) = np.random.default_rng(4), shape
+    words = (inputs // 8, outputs) if method == "gptq" else (inputs, outputs // 8)
+    weights = {
+        f"{Q}.qweight": rng.integers(-(2**31), 2**31, words, dtype=np.int32),
+        f"{Q}.qzeros": np.full((inputs // 16, outputs // 8), 0x34567765, np.int32),
+        f"{Q}.scales": np.abs(random(inputs // 16, outputs)).astype(np.float16),
+    }
+    base = base_of(tmp_path / "base", weights)
+    said = {"quant_method": method, "bits": 4, "group_size": 16}
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"quantization_config": said}))
+    mapping = osl.dequantized(base, dtype="float32")
+    (decoded,) = jax.tree.leaves(osl.load(base, mapping=mapping))
+    lora = low_rank(Q, outputs, inputs)
+    expected = plus(decoded, change(lora, Q, 1.5))
+    if dora:
+        lora[f"{Q}.lora_magnitude_vector"] = random(outputs) ** 2
+        norms = np.sqrt((expected.astype(np.float64) ** 2).sum(1)).astype(F32)
+        expected *= (lora[f"{Q}.lora_magnitude_vector"] / norms)[:, None]
+    path = adapter(tmp_path / "lora", lora, use_dora=dora)
+    (merged,) = jax.tree.leaves(osl.load(base, mapping=osl.peft.merge(mapping, path)))
+    np.testing.assert_allclose(np.asarray(merged), expected, rtol=3e-7)
 
 
 @pytest.mark.parametrize("target", ["plain", "maxtext"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 
 import jax
@@ -173,6 +174,33 @@ def test_a_tied_head_takes_its_change_where_the_embedding_stands_in(torch, tmp_p
     loaded = osl.load(base, mapping=osl.peft.merge(family, tmp_path / "lora"))
     np.testing.assert_allclose(loaded["lm_head.kernel"].T, expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(loaded["embed_tokens.embedding"], table)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_stored_copy_of_a_tied_head_changes_as_the_embedding(torch, tmp_path, dora, tied):
+    """PEFT merges into the one tensor of both; a head that is not tied stays as it is."""
+    config = {"target_modules": ["embed_tokens", "q_proj"], "use_dora": dora}
+    sizes = {**SMALL, "tie_word_embeddings": tied}
+    model = trained(torch, "LlamaConfig", sizes, config, tmp_path).merge_and_unload()
+    expected = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    base, file = str(tmp_path / "base"), tmp_path / "base" / "model.safetensors"
+    stored = safetensors.numpy.load_file(file)
+    assert ("lm_head.weight" in stored) != tied
+    stored.setdefault("lm_head.weight", stored["model.embed_tokens.weight"])
+    safetensors.numpy.save_file(stored, file)
+    plain = osl.Mapping([osl.rule(name, osl.tensor(name)) for name in stored])
+    for mapping in (None, plain):
+        merged = osl.peft.merge(mapping, tmp_path / "lora", base=base)
+        loaded = osl.load(base, mapping=pickle.loads(pickle.dumps(merged)))
+        flat = {
+            jax.tree_util.keystr(path, simple=True, separator="."): leaf
+            for path, leaf in jax.tree.leaves_with_path(loaded)
+        }
+        assert flat.keys() == stored.keys()
+        for name, value in flat.items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.filterwarnings("ignore")

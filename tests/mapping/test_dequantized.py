@@ -67,9 +67,9 @@ def fp8(scale, name="weight_scale", stored=None, **config):
     )
 
 
-def mxfp8():
+def mxfp8(name="weight_scale", **config):
     scale = RNG.integers(120, 130, (ROWS, COLUMNS // 32)).astype(np.uint8)
-    return fp8((2.0 ** (scale.astype(F32) - 127)).astype(F32), stored=scale)
+    return fp8((2.0 ** (scale.astype(F32) - 127)).astype(F32), name, stored=scale, **config)
 
 
 def int8():
@@ -156,15 +156,28 @@ def awq(group=16):
     return tensors, values.astype(F32).T, {"quant_method": "awq", "bits": 4}
 
 
+def less_one(zero, bits):
+    """As GPTQModel writes version 1: whole words less one for each value that they hold.
+
+    Values of 3 bits are in two words, in part: each is less one by itself, modulo 8.
+    """
+    if bits == 3:
+        return packed((zero - 1) % 8, bits, 1)
+    ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[bits]
+    words = packed(zero, bits, 1).view(np.uint32).astype(np.int64) - ones
+    return (words % (1 << 32)).astype(np.uint32).view(np.int32)
+
+
 def gptq(bits, version, ordered, group=16, columns=COLUMNS):
     codes = RNG.integers(0, 1 << bits, (columns, ROWS))
-    zero = RNG.integers(1, 1 << bits, (-(-columns // group), ROWS))
+    zero = RNG.integers(0, 1 << bits, (-(-columns // group), ROWS))
+    zero[0, :3] = 0, 0, (1 << bits) - 1
     scale = floats(-(-columns // group), ROWS).astype(np.float16)
     index = np.arange(columns, dtype=np.int32) // group
     index = RNG.permutation(index) if ordered else index
     tensors = {
         "qweight": packed(codes, bits, 0),
-        "qzeros": packed(zero - (version == "gptq"), bits, 1),
+        "qzeros": packed(zero, bits, 1) if version == "gptq_v2" else less_one(zero, bits),
         "scales": scale,
         "g_idx": index,
     }
@@ -212,6 +225,9 @@ CASES = {
         floats(4, 2), "weight_scale_inv", weight_block_size=[4, 32]
     ),
     "mxfp8": mxfp8,
+    "mxfp8 of transformers": lambda: mxfp8(
+        "weight_scale_inv", quant_method="fp8", weight_block_size=[1, 32]
+    ),
     "int8 zero points": int8,
     "nvfp4 modelopt": lambda: nvfp4("modelopt"),
     "nvfp4 compressed-tensors": lambda: nvfp4("compressed-tensors"),
@@ -287,6 +303,76 @@ def test_a_weight_that_is_called_a_scale_is_kept(tmp_path):
     leaves = osl.dequantized(tmp_path).leaf_facts(tmp_path)
     assert kept in leaves
     assert dropped not in leaves
+
+
+def test_scales_of_activations_and_of_caches_are_left_out(tmp_path):
+    """Those of transformers' FP8 modules, of their experts, and of what vLLM loads as caches'."""
+    experts, stored = "model.layers.0.mlp.experts", {}
+    for name in ("gate_up_proj", "down_proj"):
+        weight = RNG.standard_normal((2, 8, 8)).astype(FP8)
+        stored |= {f"{experts}.{name}": weight, f"{experts}.{name}_scale_inv": floats(2, 1, 1)}
+    module = "model.layers.0.self_attn"
+    kept = {f"{experts}.router_activation_scale": floats(2), f"{module}.cache_scale": floats(1)}
+    left = [f"{experts}.{name}_activation_scale" for name in ("gate_up_proj", "down_proj")]
+    left += [
+        f"{module}.{name}scale"
+        for name in (
+            *("activation_", "input_activation_", "output_activation_"),
+            *("k_", "kv_", "k_cache_", "v_cache_", "kv_cache_"),
+        )
+    ]
+    left += [f"{module}.q_proj.activation_scale_inv"]
+    write(tmp_path, stored | kept | {name: floats(1) for name in left}, {"quant_method": "fp8"})
+    leaves = osl.dequantized(tmp_path).leaf_facts(tmp_path)
+    assert leaves.keys() == {f"{experts}.gate_up_proj", f"{experts}.down_proj", *kept}
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ("gptq", {"checkpoint_format": None}),
+        ("gptq", {"checkpoint_format": "GPTQ", "format": "gptq_v2"}),
+        ("gptq_v2", {"checkpoint_format": None, "format": "GPTQ_V2"}),
+        ("gptq_v2", {"checkpoint_format": "gptq_v2", "format": "gptq"}),
+        ("gptq", {"quant_method": "auto-round"}),
+        ("gptq", {"quant_method": "auto-round", "backend": "auto"}),
+        ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}),
+        ("gptq", {"quant_method": "intel/auto-round", "backend": "auto_round:auto_gptq"}),
+        ("gptq_v2", {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}),
+        ("gptq_v2", {"quant_method": "intel/auto-round", "packing_format": "auto_round"}),
+        (
+            "gptq_v2",
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:gptqmodel",
+                "backend": "auto_round:auto_gptq",
+            },
+        ),
+    ],
+)
+def test_how_zeros_are_stored_is_what_the_configured_format_says(tmp_path, stored, said):
+    tensors, values, config = gptq(4, stored, False)
+    named = {f"up.{name}": value for name, value in tensors.items()}
+    write(tmp_path, named, {**config, **said})
+    bound = osl.dequantized(tmp_path, dtype="float32").bind(tmp_path).expressions["up.weight"]
+    assert_same_bits(evaluate(bound, named), values)
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"checkpoint_format": None, "format": "gptq_v3"}, "format 'gptq_v3'"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:other"}, "packing_format"),
+        ({"quant_method": "auto-round", "backend": "auto_round:rrq"}, "backend 'auto_round:rrq'"),
+    ],
+)
+def test_a_format_of_zeros_that_is_not_known_is_refused(tmp_path, said, key):
+    tensors, _, config = gptq(4, "gptq", False)
+    named = {f"up.{name}": value for name, value in tensors.items()}
+    write(tmp_path, named, {**config, **said})
+    with pytest.raises(osl.MappingError, match=key):
+        osl.dequantized(tmp_path)
 
 
 def test_rules_say_what_their_values_follow_from(tmp_path):

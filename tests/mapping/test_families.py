@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import ml_dtypes
+import safetensors.numpy
 import torch
 import transformers
 from family_cases import CASES, FAMILY, family_of
@@ -771,6 +773,90 @@ def test_int4_of_experts(saved, quantized):
     check_kept(config, stored, kept, decoded)
 
 
+KEPT = {  # of FP8: modules that are not converted, and the tensors that these are
+    "projections of latent attention": (["kv_b_proj", "q_a_proj"], r"kv_b_proj|q_a_proj"),
+    "a whole module of one layer": (["model.layers.1.self_attn"], r"layers\.1\.self_attn"),
+    "one layer's projection": (["layers.1.self_attn.o_proj"], r"layers\.1\.self_attn\.o_proj"),
+    "what only the files say": ([], r"layers\.\d\.mlp\.experts\.2\."),
+}
+
+
+@pytest.mark.parametrize("target", ["plain", "maxtext"])
+@pytest.mark.parametrize("case", KEPT)
+def test_fp8_that_leaves_modules_as_they_are(saved, tmp_path, case, target):
+    """As other layers have them quantised, too: the files say which."""
+    _, config, tensors, _ = saved["deepseek_v3"]
+    kept, named = KEPT[case]
+    projections = [
+        name
+        for name in tensors
+        if name.endswith(("_proj.weight", "_mqa.weight")) and not re.search(named, name)
+    ]
+    assert projections
+    stored, decoded = fp8(tensors, projections, 16)
+    quantization = {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": [*kept, "lm_head", "model.layers.0.mlp.gate"],
+    }
+    check_folder(tmp_path, config, quantization, stored, decoded, target)
+    mapping = partial(families.mapping, config | {"quantization_config": quantization})
+    if kept and "layers.1." in kept[0]:
+        with pytest.raises(MappingError, match=f"leaves '.*{kept[0]}.*' unquantised, unlike"):
+            mapping()
+    elif kept:  # of all layers
+        expected = REFERENCES[target]("deepseek_v3", config, decoded, True)
+        check(mapping(target=target), specs_of(stored), stored, expected)
+
+
+def check_folder(folder, config, quantization, stored, decoded, target="plain"):
+    """A folder's mapping gives what one of the decoded tensors gives."""
+    safetensors.numpy.save_file(stored, folder / "model.safetensors")
+    said = config | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(said))
+    expected = REFERENCES[target]("deepseek_v3", config, decoded, True)
+    check(families.mapping(folder, target=target), specs_of(stored), stored, expected)
+
+
+@pytest.mark.parametrize("case", ["order", "ignored layers"])
+def test_int4_of_experts_that_the_own_rules_do_not_have(saved, tmp_path, case):
+    _, config, tensors, _ = saved["deepseek_v3"]
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
+    weights |= {"group_size": 8} | ({"actorder": "group"} if case == "order" else {})
+    experts = [name for name in tensors if ".experts." in name]
+    last = max(name.split(".")[2] for name in experts)
+    plain = [n for n in experts if n.split(".")[2] == last and case == "ignored layers"]
+    ignored = [name.removesuffix(".weight") for name in plain]
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+        "ignore": [*ignored, "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
+                   r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    }  # fmt: skip
+    rng, stored, decoded = np.random.default_rng(0), dict(tensors), dict(tensors)
+    bf16 = tensors["model.norm.weight"].dtype
+    for name in set(experts) - set(plain):
+        rows, columns = stored.pop(name).shape
+        values = rng.integers(0, 16, (rows, columns), np.int64)
+        scale = rng.random((rows, columns // 8), np.float32).astype(bf16)
+        shifted = values.reshape(rows, -1, 8) << (4 * np.arange(8))
+        index = np.arange(columns) // 8
+        if case == "order":
+            index = rng.permutation(index)
+            stored[f"{name}_g_idx"] = index.astype(np.int32)
+        stored |= {
+            f"{name}_packed": shifted.sum(-1).astype(np.uint32).view(np.int32),
+            f"{name}_scale": scale,
+            f"{name}_shape": np.array([rows, columns], np.int64),
+        }
+        decoded[name] = ((values - 8) * scale.astype(np.float32)[:, index]).astype(bf16)
+    check_folder(tmp_path, config, quantization, stored, decoded)
+    refused = "no actorder of groups" if case == "order" else "unquantised, unlike its peers"
+    with pytest.raises(MappingError, match=refused):
+        families.mapping(config | {"quantization_config": quantization})
+
+
 def test_the_table_of_families():
     """`docs/families.md` has a row for each family, with what there is a mapping to."""
     text = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
@@ -912,6 +998,12 @@ THREE_LAYERS = {
             {"quantization_config": {"quant_method": "fp8"}},
             {},
             "one scale for each tensor",
+        ),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 32]}},
+            {},
+            "as MXFP8 is",
         ),
         (
             "llama",

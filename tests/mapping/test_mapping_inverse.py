@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -302,6 +303,36 @@ def test_values_are_only_undone_exactly():
     assert_same_bits(evaluate(expression, {"x": np.int8([5, -125])}), np.int8([2, -128]))
     with pytest.raises(DtypeMismatchError, match=r"1 values do not fit the add\(-3\)"):
         evaluate(expression, {"x": np.int8([5, -128])})
+
+
+@pytest.mark.parametrize(
+    ("expr", "lost"),
+    [
+        (tensor("w").cast("float8_e4m3fn").scale(3.0, lossy_inverse=True), "cast('float8_e4m3fn')"),
+        (tensor("w").scale(3.0, lossy_inverse=True).cast("float8_e4m3fn"), "cast('float8_e4m3fn')"),
+        (
+            tensor("w").cast("float32").scale(3.0, lossy_inverse=True).cast("float8_e5m2").scale(2),
+            "cast('float8_e5m2').scale(2)",
+        ),
+        (tensor("w").cast("float32").scale(3.0, lossy_inverse=True).cast("float64"), None),
+        (tensor("w").cast("float8_e4m3fn", lossy_inverse=True).scale(-1), None),
+        (
+            tensor("w").cast("float32").scale(3.0, lossy_inverse=True)
+            .cast("float8_e5m2", lossy_inverse=True),
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_an_operation_accepts_no_loss_but_its_own(expr, lost):
+    mapping = Mapping([rule("x", expr)])
+    specs = {"w": ((4,), BF16)}
+    saving = mapping.inverse()
+    leaves = mapping.leaf_facts(specs)
+    if lost is None:
+        assert saving.bind(leaves, specs).specs()["w"] == TensorSpec((4,), BF16)
+    else:
+        with pytest.raises(MappingError, match=re.escape(f": {lost} of ") + ".* every value"):
+            saving.bind(leaves, specs)
 
 
 def test_what_never_inverts_is_refused_before_there_are_shapes():

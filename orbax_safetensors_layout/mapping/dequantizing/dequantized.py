@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping as Dict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping as Dict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,11 +35,12 @@ from .grouped_values import grouped
 
 _SCHEMES = (*bitsandbytes.SCHEMES, *float_formats.SCHEMES, *integer_formats.SCHEMES)
 # Scales of activations and of caches: what is computed with weights, not weights.
-OF_ACTIVATIONS = re.compile(
+_OF_ACTIVATIONS = re.compile(
     r"(?!.*\.correct_output_scale$)"  # a weight of Gemma 3n
-    r".*[._]([qkv]_scale|(input|output)_(scale|zero_point|global_scale|amax)"
-    r"|(k|v|q)_zero_point)"
+    r"(.*[._](([qkv]|kv)(_cache)?_scale|(input|output)_(scale|zero_point|global_scale|amax)"
+    r"|(k|v|q)_zero_point)|.*\.((input|output)_)?activation_scale(_inv)?)"
 )
+_OF_EXPERTS = re.compile(r"(?P<weight>.+)_activation_scale(_inv)?")
 # Beside quantised values: what they are multiplied by, counted from, or stand for.
 _OF_GROUPS = re.compile(r"(^|\.)(weight_|_)?(scales?|zeros?|zero_point|absmax|codebooks?|SCB)$")
 _OF_INPUTS = re.compile(r"(pre_quant_scale|svdquant_lora_[ab])$")  # which weights go with
@@ -234,6 +235,14 @@ def _settings(catalog: Catalog) -> Dict[str, Any]:
     return {}
 
 
+def is_of_activations(name: str, weights: Collection[str]) -> bool:
+    """Whether a tensor beside quantised weights is a scale of activations or of a cache."""
+    if weights and _OF_ACTIVATIONS.fullmatch(name):
+        return True
+    of_experts = _OF_EXPERTS.fullmatch(name)
+    return of_experts is not None and of_experts["weight"] in weights
+
+
 def _candidates(name: str, entry: TensorEntry) -> Iterator[tuple[WeightScheme, str]]:
     """Yields the schemes that a tensor may have the values of, with its weight's plain name."""
     for scheme in _SCHEMES:
@@ -280,7 +289,7 @@ def _mapping(checkpoint: FoundWeights) -> Mapping:
     entries, weights, unread, _ = checkpoint
     taken = {part for weight in weights.values() for part in weight.parts}
     plain = [name for name in entries if name not in taken]
-    dropped = [name for name in plain if weights and OF_ACTIVATIONS.fullmatch(name)]
+    dropped = [name for name in plain if is_of_activations(name, weights)]
     left = set(dropped)
     kept = {name: tensor(_wildcards(name)) for name in plain if name not in left}
     _check_plain(kept, checkpoint)

@@ -80,6 +80,8 @@ def _fp8(part: str) -> Callable[[FoundWeight], Expr]:
         shape, block = group_extents(weight, part)
         scale = weight.expr(part)
         scale = scale if weight.shape(part) == shape else scale.reshape(*shape)
+        if weight.code(part) == "U8":  # exponents, as of MXFP8
+            return grouped(weight.expr(""), block, weight.dtype, {"scale": scale})
         return dequantize_block(weight.expr(""), scale, block, weight.dtype)
 
     return decode

@@ -26,19 +26,25 @@ _WORDS = (_UINT8, np.dtype(np.int32), np.dtype(np.uint32))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unpack:
-    """A `Kernel` and `Decoder`: integers without sign, packed densely along an axis."""
+    """A `Kernel` and `Decoder`: integers without sign, packed densely along an axis.
+
+    `added` is added to each value in the words, as GPTQModel does: what overflows a value goes to
+    the next one of the word. Values that words do not hold whole are modulo `2**bits` instead.
+    """
 
     bits: int
     axis: int
     extent: int | None  # of the result's axis; None where words hold as many as fit
     order: tuple[int, ...]  # of the values in a word, that at the lowest bits 0; () as stored
     of_bytes: bool = False  # words have any dtype, and the order is that of the values in a byte
+    added: int = 0
     shape: tuple[int, ...] = ()  # the result's, known when bound
     word_bits: int = 32  # of the stored dtype, known when bound
 
     def describe(self, operands: Sequence[str]) -> str:
-        order = f", order={self.order}" if self.order else ""
-        return f"unpacked({operands[0]}, {self.bits}, {self.axis}, {self.extent}{order})"
+        more = f", order={self.order}" if self.order else ""
+        more += f", added={self.added}" if self.added else ""
+        return f"unpacked({operands[0]}, {self.bits}, {self.axis}, {self.extent}{more})"
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         (packed,) = operands
@@ -74,6 +80,10 @@ class Unpack:
     def decode(self, box: Box, inputs: Sequence[np.ndarray]) -> np.ndarray:
         words = np.ascontiguousarray(np.moveaxis(inputs[0], self.axis, -1))
         is_bytes = self.of_bytes or (not self.order and 8 % self.bits == 0)
+        if self.added and self.word_bits % self.bits == 0:
+            words = words.view(f"u{self.word_bits // 8}")
+            ones = sum(1 << place for place in range(0, self.word_bits, self.bits))
+            words = words + words.dtype.type(ones * self.added)
         word_bits = 8 if is_bytes else self.word_bits
         words = words.view(np.uint8 if word_bits == 8 else np.uint32)
         unit = word_bits // math.gcd(word_bits, self.bits)
@@ -89,6 +99,8 @@ class Unpack:
             values = words[..., word] >> shift
             if shift + self.bits > word_bits:
                 values |= words[..., word + 1] << (word_bits - shift)
+            if self.word_bits % self.bits:
+                values += np.uint32(self.added)
             out[..., k] = values & mask
         count = box.shape[self.axis]
         flat = out.reshape(*out.shape[:-2], -1)[..., :count]
@@ -103,9 +115,10 @@ def unpacked(
     order: Sequence[int] = (),
     *,
     of_bytes: bool = False,
+    added: int = 0,
 ) -> Expr:
     """Return uint8 values of an expression of words."""
-    return Compute((packed,), Unpack(bits, axis, extent, tuple(order), of_bytes))
+    return Compute((packed,), Unpack(bits, axis, extent, tuple(order), of_bytes, added))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,26 +127,24 @@ class GroupScale:
 
     `roles` are those of the operands after the values: `scale` and `zero` have a value for each
     group; `factor` and `divisor` are one number, by which scales are multiplied or divided first;
-    `index` has the group of each index of `axis`, unless all are one of `_IN_ORDER`, which only the
-    whole of it tells; `table` has what values of `table_bits` stand for.
+    `index` has the group of each index of the last axis, unless all are one of `_IN_ORDER`, which
+    only the whole of it tells; `table` has what values of `table_bits` stand for.
     """
 
     block: tuple[int, ...]  # extents of a group, of all axes
     roles: tuple[str, ...]
     dtype: np.dtype[Any]
     offset: int = 0  # added to zeros
-    axis: int = -1
     is_e2m1: bool = False
     table_bits: int = 0
     shape: tuple[int, ...] = ()  # the result's, known when bound
-    groups: int = 0  # along the axis, known when bound
+    groups: int = 0  # along the last axis, known when bound
 
     def describe(self, operands: Sequence[str]) -> str:
         given = [f"{role}={text}" for role, text in zip(self.roles, operands[1:], strict=True)]
         listed = ", ".join([operands[0], *given])
         listed += f", offset={self.offset}" * bool(self.offset) + ", e2m1" * self.is_e2m1
-        where = f"block={self.block}, axis={self.axis}"
-        return f"grouped({listed}, {where}, dtype={self.dtype.name!r})"
+        return f"grouped({listed}, block={self.block}, dtype={self.dtype.name!r})"
 
     def bind(self, operands: tuple[BoundExpr, ...]) -> BoundExpr:
         shape, given = operands[0].shape, dict(zip(self.roles, operands[1:], strict=True))
@@ -145,9 +156,9 @@ class GroupScale:
             )
         if "table" in given and operands[0].dtype != _UINT8:
             raise MappingError(f"values of a table are uint8, not {operands[0].dtype.name}")
-        decoder = dataclasses.replace(self, shape=shape, groups=scale[self.axis])
+        decoder = dataclasses.replace(self, shape=shape, groups=scale[-1])
         groups = decoder._groups(Box.whole(shape)).shape
-        needed = {"scale": groups, "zero": groups, "index": (shape[self.axis],)}
+        needed = {"scale": groups, "zero": groups, "index": (shape[-1],)}
         needed |= {"factor": (1,), "divisor": (1,), "table": (1 << self.table_bits,)}
         for role, operand in given.items():
             if operand.shape != needed[role]:
@@ -164,13 +175,12 @@ class GroupScale:
 
     def _groups(self, box: Box) -> Box:
         if "index" in self.roles:
-            axis = self.axis % len(self.shape)
-            return blocks_of(box, self.block).along(axis, 0, self.groups)
+            return blocks_of(box, self.block).along(len(self.shape) - 1, 0, self.groups)
         return blocks_of(box, self.block)
 
     def needs(self, box: Box) -> tuple[Box, ...]:
         groups = self._groups(box)
-        index = Box((0,), (self.shape[self.axis],))
+        index = Box((0,), (self.shape[-1],))
         table = Box((0,), (1 << self.table_bits,))
         boxes = {"scale": groups, "zero": groups, "index": index, "table": table}
         number = Box((0,), (1,))
@@ -187,8 +197,8 @@ class GroupScale:
             for start, stop, n, first in zip(*box, self.block, self._groups(box).start, strict=True)
         ]
         if "index" in given and not any((given["index"] == n).all() for n in _IN_ORDER):
-            where[self.axis] = given["index"][box.start[self.axis] : box.stop[self.axis]]
-            self._check_index(where[self.axis], scale.shape[self.axis])
+            where[-1] = given["index"][box.start[-1] : box.stop[-1]]
+            self._check_index(where[-1], scale.shape[-1])
         out = np.empty(box.shape, self.dtype)
         rows = max(1, CHUNK_ELEMENTS * len(out) // max(1, out.size))
         with np.errstate(all="ignore"):
@@ -233,12 +243,11 @@ def grouped(
     operands: Mapping[str, Expr | None],
     *,
     offset: int = 0,
-    axis: int = -1,
     is_e2m1: bool = False,
     table_bits: int = 0,
 ) -> Expr:
     """Return values times the scale of their group; `operands` by role, see `GroupScale`."""
     given = {role: operand for role, operand in operands.items() if operand is not None}
     roles = tuple(given)
-    kernel = GroupScale(tuple(block), roles, as_dtype(dtype), offset, axis, is_e2m1, table_bits)
+    kernel = GroupScale(tuple(block), roles, as_dtype(dtype), offset, is_e2m1, table_bits)
     return Compute((values, *given.values()), kernel)

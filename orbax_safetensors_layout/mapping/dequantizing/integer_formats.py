@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+from orbax_safetensors_layout.format import short_repr
+
 from ..expr.expression import Expr
 from ..expr.quantized import dequantize_int4
 from ..quantizing.encoder import WeightLayout
@@ -17,6 +19,14 @@ from .grouped_values import grouped, unpacked
 _WORD = 32
 _INTEGERS = {"I64": "<i8", "I32": "<i4"}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of the values of eight columns
+# By how much zeros are stored less in the formats of GPTQ, and in those of auto-round.
+_STORED_LESS = {"gptq": 1, "gptq_v2": 0}
+_PACKED_LESS = {
+    "auto_round:gptq": 1,  # if nothing is said
+    "auto_round:auto_gptq": 1,
+    "auto_round:gptqmodel": 0,
+    "auto_round": 0,
+}
 
 
 def _scaled(weight: FoundWeight) -> Expr:
@@ -111,19 +121,50 @@ def _awq_or_gptq(weight: FoundWeight) -> Expr:
         raise weight.error(f"{rows} words of a column are not values of {bits} bits")
     inputs = rows * _WORD // bits
     group = _inputs_of_a_group(weight, inputs, groups)
-    is_first = weight.settings.values.get("checkpoint_format", "gptq") != "gptq_v2"
-    return grouped(
+    return _outputs_first(
+        weight,
         unpacked(weight.expr("/qweight"), bits, 0, inputs),
-        (group, 1),
-        weight.dtype,
-        {
-            "scale": weight.expr("/scales"),
-            "zero": unpacked(weight.expr("/qzeros"), bits, 1, outputs),
-            "index": weight.maybe("/g_idx") if has_order else None,
-        },
-        offset=int(is_first),  # zeros are stored less one
-        axis=0,
-    ).transpose()
+        unpacked(weight.expr("/qzeros"), bits, 1, outputs, added=_stored_less(weight)),
+        group,
+        index=weight.maybe("/g_idx") if has_order else None,
+    )
+
+
+def _stored_less(weight: FoundWeight) -> int:
+    """Return by how much zeros are stored less than they are, as the configured format has it."""
+    if "auto-round" in weight.settings.method.lower():
+        keys, known = ("packing_format", "backend"), _PACKED_LESS
+    else:
+        keys, known = ("checkpoint_format", "format"), _STORED_LESS
+    values = weight.settings.values
+    for key in keys:
+        if values.get(key) not in (None, "auto"):
+            less = known.get(str(values[key]).lower())
+            if less is None:
+                raise weight.error(
+                    f"{key} {short_repr(values[key])} is not one of {', '.join(known)}, so that it"
+                    " is not known whether zeros are stored less one"
+                )
+            return less
+    return next(iter(known.values()))
+
+
+def _outputs_first(
+    weight: FoundWeight,
+    values: Expr,
+    zero: Expr | None,
+    group: int,
+    *,
+    index: Expr | None = None,
+    offset: int = 0,
+) -> Expr:
+    """Return values that are stored [in, out], with scales [group, out], as a weight [out, in]."""
+    operands = {
+        "scale": weight.expr("/scales").transpose(),
+        "zero": None if zero is None else zero.transpose(),
+        "index": index,
+    }
+    return grouped(values.transpose(), (1, group), weight.dtype, operands, offset=offset)
 
 
 def _inputs_of_a_group(weight: FoundWeight, inputs: int, groups: int) -> int:
@@ -143,17 +184,13 @@ def _awq(weight: FoundWeight, inputs: int, groups: int, outputs: int, per_word: 
     if per_word != len(_AWQ_ORDER) or outputs % per_word or inputs % groups:
         raise weight.error(f"{per_word} values a word; AWQ has {len(_AWQ_ORDER)}, of four bits")
     zero = weight.maybe("/qzeros")
-    return grouped(
+    return _outputs_first(
+        weight,
         unpacked(weight.expr("/qweight"), 4, 1, outputs, _AWQ_ORDER),
-        (inputs // groups, 1),
-        weight.dtype,
-        {
-            "scale": weight.expr("/scales"),
-            "zero": None if zero is None else unpacked(zero, 4, 1, outputs, _AWQ_ORDER),
-        },
+        None if zero is None else unpacked(zero, 4, 1, outputs, _AWQ_ORDER),
+        inputs // groups,
         offset=0 if zero is not None else 8,
-        axis=0,
-    ).transpose()
+    )
 
 
 def _two(weight: FoundWeight, part: str) -> tuple[int, int]:

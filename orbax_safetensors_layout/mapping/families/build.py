@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from ..expr.choices import Either, Same
 from ..expr.concat_stack import concat, stack
@@ -14,6 +14,7 @@ from ..rules import Mapping
 from .dims import Dims
 from .steps import AS_IT_IS, ROUTER, FamilyLeaf, LayerGroup, TensorStep, Tree
 from .tensors import head_name
+from .weight_format import OtherFormatError
 
 _BUFFERS = ("*.rotary_emb.inv_freq",)  # that transformers saved until 4.31
 _UNTIE = (
@@ -61,6 +62,45 @@ class MappingBuilder:
             unsaved=[*(extra if self.extra else ()), *beside],
             buffers=[*_BUFFERS, *reused],
         )
+
+    def check_peers(self, tree: Tree) -> None:
+        """Refuses a configuration by which a tensor is quantised in some layers alone."""
+        quantized = self.dims.quantized
+        for source, step, names in self._stored(tree):
+            if quantized is not None and quantized.plain:
+                plain = [name for name in names if not quantized.covers(name, step)]
+                if plain and (quantized.covers(source, step) or len(plain) < len(names)):
+                    raise OtherFormatError(
+                        f"the configuration leaves {plain[0].removesuffix('.weight')!r}"
+                        " unquantised, unlike its peers",
+                        hint="Give the folder with the files, or write rules for them.",
+                    )
+
+    def has_own_format(self, tree: Tree, files: Set[str]) -> bool:
+        """Whether the files have the parts that the family's own rules take, and no others."""
+        quantized = self.dims.quantized
+        return quantized is None or all(
+            quantized.has_own_parts(name, files)
+            if quantized.covers(source, step)
+            else quantized.has_no_parts(name, files)
+            for source, step, names in self._stored(tree)
+            for name in names
+        )
+
+    def _stored(self, tree: Tree) -> Iterator[tuple[str, TensorStep, list[str]]]:
+        """Yields tensors of layers by a name with wildcards, with those of all layers."""
+        for group in tree.groups:
+            for leaf in group.leaves:
+                sources = (leaf.source,) if isinstance(leaf.source, str) else leaf.source
+                steps = [(source, leaf.step) for source in sources if not leaf.ones]
+                for source, step in steps if leaf.joined is None else leaf.joined.parts:
+                    experts = range(self.dims.experts if "{e}" in source else 1)
+                    names = [
+                        f"{self.prefix}layers.{i}.{source}".replace("{e}", str(e))
+                        for i in group.indices
+                        for e in experts
+                    ]
+                    yield f"{self.prefix}layers.{{i}}.{source}", step, names
 
     @property
     def _embedding(self) -> str:

@@ -188,13 +188,9 @@ def dims_of(
 
     `names` are those of the files' tensors, if there are files, and `shape_of` has their shapes.
     """
-    outer = Section(config, family)
-    inner = outer.section("text_config")
-    values = config if inner is None else config["text_config"]
     architecture = ARCHITECTURES[family]
     defaults = architecture.defaults
-    known = {k: v for k, v in values.items() if k in defaults or k not in _OWN}
-    read = Section({**defaults, **known}, family)
+    outer, read = _sections(config, family, defaults)
     layers = read.integer("num_hidden_layers", bounds=(1, _MOST_LAYERS))
     hidden = read.integer("hidden_size")
     heads_key = "num_heads" if architecture.mixer == "mixer" else "num_attention_heads"
@@ -267,7 +263,7 @@ def dims_of(
         biased=_biased(architecture, read),
         head_norms=architecture.head_norms is not None and (flag is None or read.flag(flag, False)),
         quantized=quantized_by(family, config),
-        multimodal=inner is not None or outer.get("vision_config") is not None,
+        multimodal=outer.get("text_config") is not None or outer.get("vision_config") is not None,
         layer_types=layer_types,
         kinds=_kinds(architecture, read, dense, layer_types, layers),
         full_kv_heads=full_kv_heads,
@@ -352,6 +348,23 @@ def _types_by_rotation(read: Section, layers: int) -> tuple[str, ...]:
     if len(rotated) < layers:
         read.raise_error("no_rope_layers", f"one for each of {layers:,} layers", rotated)
     return tuple("chunked_attention" if turns else "full_attention" for turns in rotated[:layers])
+
+
+def _sections(
+    config: Mapping[str, Any], family: str, defaults: Mapping[str, Any]
+) -> tuple[Section, Section]:
+    """Return a configuration, and that of its language model, with a family's defaults."""
+    outer = Section(config, family)
+    values = config if outer.section("text_config") is None else config["text_config"]
+    known = {k: v for k, v in values.items() if k in defaults or k not in _OWN}
+    return outer, Section({**defaults, **known}, family)
+
+
+def is_tied(config: Mapping[str, Any], family: str | None) -> bool:
+    """Whether a configuration ties the output kernel to the embedding; None has no defaults."""
+    architecture = None if family is None else ARCHITECTURES[family]
+    defaults = {} if architecture is None else architecture.defaults
+    return _tied(*_sections(config, family or "known", defaults))
 
 
 def _tied(outer: Section, read: Section) -> bool:

@@ -30,7 +30,7 @@ from .config import (
     stored_names,
     stored_shape,
 )
-from .dims import Dims, dims_of, quantized_by
+from .dims import Dims, dims_of, is_tied, quantized_by
 from .steps import Tree
 from .tensors import head_name
 from .vision import with_vision
@@ -172,15 +172,18 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
         raise MappingError(f"no ready mapping from {family} to {target}", expected=expected)
     parsed = _language_part(parsed)
     _check_type(family, parsed, options.get("model_type"))
-    names, shape_of = stored_names(config), functools.partial(stored_shape, config)
-    source = _decoded(family, config, parsed, options) if names else None
-    if source is not None:
-        parsed = _without_quantization(parsed)
-        names, shape_of = source.leaf_names(names), functools.partial(_made_shape, source, config)
-    dims = dims_of(family, parsed, names, shape_of)
-    builder = _builder(dims, names, target, options)
-    _check_counts(dims, names, f"{builder.prefix}layers.")
+    names, source = stored_names(config), None
+    if names and options.get("quantized") != "keep":
+        source = _decoded(family, config, parsed, options)
+    dims, builder = _dims_and_builder(family, config, parsed, options, names, source)
     tree = side.tree(dims)
+    if not names:
+        builder.check_peers(tree)
+    elif not builder.keep and not builder.has_own_format(tree, {*names}):
+        source = _dequantized(config, options)
+        dims, builder = _dims_and_builder(family, config, parsed, options, names, source)
+        tree = side.tree(dims)
+    names = names if source is None else source.leaf_names(names)
     if options.get("vision"):
         tree = with_vision(tree, target, dims, parsed, names)
     if not tree.scans:
@@ -203,6 +206,25 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise
 
 
+def _dims_and_builder(
+    family: str,
+    config: Config,
+    parsed: Dict[str, Any],
+    options: Options,
+    names: Sequence[str],
+    source: Mapping | None,
+) -> tuple[Dims, MappingBuilder]:
+    """Return those of a configuration, or of the plain tensors that a source makes of a folder."""
+    shape_of = functools.partial(stored_shape, config)
+    if source is not None:
+        parsed = _without_quantization(parsed)
+        names, shape_of = source.leaf_names(names), functools.partial(_made_shape, source, config)
+    dims = dims_of(family, parsed, names, shape_of)
+    builder = _builder(dims, names, options.get("target", "plain"), options)
+    _check_counts(dims, names, f"{builder.prefix}layers.")
+    return dims, builder
+
+
 def _decoded(
     family: str, config: Config, parsed: Dict[str, Any], options: Options
 ) -> Mapping | None:
@@ -210,18 +232,25 @@ def _decoded(
 
     Those need no headers: names and shapes follow from the configuration.
     """
-    from ..dequantizing.dequantized import configured_quantization, dequantized
+    from ..dequantizing.dequantized import configured_quantization
 
     assert isinstance(config, str | os.PathLike)
     with Catalog.open(config) as catalog:
         configured = configured_quantization(catalog)
-    if not configured or options.get("quantized") == "keep":
+    if not configured:
         return None
     try:
         if quantized_by(family, parsed) is not None:
             return None
     except OtherFormatError:
         pass
+    return _dequantized(config, options)
+
+
+def _dequantized(config: Config, options: Options) -> Mapping:
+    from ..dequantizing.dequantized import dequantized
+
+    assert isinstance(config, str | os.PathLike)
     return dequantized(config, dtype=options.get("dtype") or "bfloat16")
 
 
@@ -242,6 +271,14 @@ def _language_part(config: Dict[str, Any]) -> Dict[str, Any]:
     if not isinstance(thinker, Dict):
         return config
     return {**thinker, "quantization_config": config.get("quantization_config")}
+
+
+def has_tied_head(config: Dict[str, Any]) -> bool:
+    """Whether a configuration of any model ties the output head to the embedding."""
+    parsed = _language_part(config)
+    inner = parsed.get("text_config")
+    kind = (inner if isinstance(inner, Dict) else parsed).get("model_type")
+    return is_tied(parsed, _FAMILY_OF.get(kind) if isinstance(kind, str) else None)
 
 
 def _check_options(options: Dict[str, Any]) -> None:

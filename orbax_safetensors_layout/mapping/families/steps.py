@@ -46,12 +46,12 @@ class TensorStep:
             return source.cast("float32", lossy_inverse=True)
         if self.factor is None and self.term is None:
             return source
-        source = source.cast("float32")
+        source = source.cast("float32", lossy_inverse=True)
         if self.factor is not None:
             source = source.scale(self.factor, lossy_inverse=True)
         if self.term is not None:
             source = source.add(self.term, lossy_inverse=True)
-        return source if dtype in (None, "float32") else source.cast(dtype)
+        return source if dtype in (None, "float32") else source.cast(dtype, lossy_inverse=True)
 
 
 AS_IT_IS = TensorStep("... -> ...")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Set
 from typing import Literal
 
 from orbax_safetensors_layout.errors import MappingError
@@ -16,7 +17,7 @@ from ..regexes import compiled_regex
 from .config import SIZES, Section
 from .steps import TensorStep
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_MX_BLOCK = (1, 32)
 _REGEX = "re:"
 _LONGEST_NAME = 100  # of a module of the families, in characters
 _ENDINGS = {
@@ -52,9 +53,20 @@ class WeightFormat:
             re.match(pattern.removeprefix(_REGEX), module)
             if pattern.startswith(_REGEX)
             else f".{module}".endswith(f".{pattern}")
+            or (self.method == "fp8" and f"{module}.".startswith(f"{pattern}."))
             for pattern in self.plain
         )
         return step.projection and not is_plain
+
+    def has_own_parts(self, name: str, stored: Set[str]) -> bool:
+        """Whether the files have all parts of a tensor, and none that is not read; or nothing."""
+        parts = self.parts(name)
+        others = {name, f"{name}_g_idx"} - {*parts}
+        return len({part in stored for part in parts}) == 1 and others.isdisjoint(stored)
+
+    def has_no_parts(self, name: str, stored: Set[str]) -> bool:
+        """Whether the files have nothing of a tensor that it would have if it was quantised."""
+        return not any(part in stored for part in self.parts(name) if part != name)
 
     def parts(self, name: str) -> tuple[str, ...]:
         """The names of the tensors that a quantised one is stored as."""
@@ -100,14 +112,14 @@ def weight_format(family: str, config: Section | None) -> WeightFormat | None:
     # Scales of blocks of 128 and of 129 have one shape: only published sizes are accepted.
     if len(block) != 2 or any(extent & (extent - 1) for extent in block):
         config.raise_error("weight_block_size", "rows and columns, powers of two", block)
-    kept = config.texts("modules_to_not_convert")
-    odd = [name for name in kept if name.rpartition(".")[2] in _PROJECTIONS]
-    if odd:
+    if block == _MX_BLOCK:
         raise OtherFormatError(
-            f"the configuration leaves {short_repr(odd[0])} unquantised, unlike its peers",
-            hint="Write rules for them.",
+            f"there is no ready mapping for {family} quantised in blocks of {list(block)}, as MXFP8"
+            " is, whose scales may be exponents",
+            hint="Give the folder with the files: their dtypes say what they are.",
         )
-    return WeightFormat("fp8", (block[0], block[1]))
+    plain = _plain_modules(config, "modules_to_not_convert")
+    return WeightFormat("fp8", (block[0], block[1]), plain=plain)
 
 
 def _int4(family: str, config: Section) -> WeightFormat:
@@ -115,22 +127,32 @@ def _int4(family: str, config: Section) -> WeightFormat:
     groups = [group.section("weights") for group in config.sections("config_groups")]
     expected = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
     weights = groups[0] if len(groups) == 1 else None
-    if weights is None or any(
-        type(weights.get(key)) is not type(value) or weights.get(key) != value
-        for key, value in expected.items()
+    if (
+        weights is None
+        or any(
+            type(weights.get(key)) is not type(value) or weights.get(key) != value
+            for key, value in expected.items()
+        )
+        or weights.get("actorder") not in (None, False, "weight", "static")
     ):
         raise OtherFormatError(
             f"there is no ready mapping for {family} quantised with 'compressed-tensors' in this"
             " way",
-            expected=f"one group of weights with {expected}",
+            expected=f"one group of weights with {expected}, and no actorder of groups",
             found=short_repr(config.get("config_groups")),
             hint=_HINT,
         )
-    plain = config.texts("ignore")
+    plain = _plain_modules(config, "ignore")
+    return WeightFormat("int4", group=weights.integer("group_size"), plain=plain)
+
+
+def _plain_modules(config: Section, key: str) -> tuple[str, ...]:
+    """Return the modules that a configuration leaves as they are; checks regular expressions."""
+    plain = config.texts(key)
     for pattern in plain:
         if pattern.startswith(_REGEX):
             try:
-                compiled_regex(pattern.removeprefix(_REGEX), _LONGEST_NAME, "ignore")
+                compiled_regex(pattern.removeprefix(_REGEX), _LONGEST_NAME, key)
             except MappingError as error:
-                config.raise_error("ignore", f"regular expressions with {error.expected}", pattern)
-    return WeightFormat("int4", group=weights.integer("group_size"), plain=plain)
+                config.raise_error(key, f"regular expressions with {error.expected}", pattern)
+    return plain

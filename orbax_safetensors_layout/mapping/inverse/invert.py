@@ -277,17 +277,34 @@ def _move(patch: Patch, number: int, extent: int, start: int, step: int) -> Patc
 
 
 def _check_exact(stored: np.dtype[Any], ops: tuple[ValueOp, ...], values: BoundExpr) -> None:
-    """Refuses a tensor of which some value, loaded by `ops`, cannot be restored by `values`."""
-    if not ops or any(op.lossy_inverse for op in ops):
-        return
-    leaf, *inverse = reversed([*values.nodes()])
-    back = tuple(node.op for node in inverse if isinstance(node, Valued))
-    loaded = functools.reduce(lambda dtype, op: op.result(dtype), ops, stored)
-    if loaded != leaf.dtype:  # the caller's leaf may have another
-        ops = (*ops, Cast(leaf.dtype))
-        ops[-1].result(loaded)
-    Cast(stored).result(values.dtype)  # a leaf may be complex where the file is not
-    loss = _first_loss(stored, ops, back)
+    """Refuses a tensor of which some value, loaded by `ops`, cannot be restored by `values`.
+
+    An operation that accepts its loss does so for itself: those before and after it are exact.
+    """
+    (leaf,) = [node for node in values.nodes() if isinstance(node, WholeTensor)]
+    for is_lossy, run in itertools.groupby(ops, lambda op: op.lossy_inverse):
+        of_run = tuple(run)
+        loaded = functools.reduce(lambda dtype, op: op.result(dtype), of_run, stored)
+        if not is_lossy:
+            is_last = of_run[-1] is ops[-1]
+            _check_run(stored, of_run, leaf.dtype if is_last else loaded)
+        stored = loaded
+
+
+def _check_run(stored: np.dtype[Any], ops: tuple[ValueOp, ...], leaf: np.dtype[Any]) -> None:
+    """Refuses operations that lose values of a dtype, in leaves of another."""
+    dtypes = [*itertools.accumulate(ops, lambda dtype, op: op.result(dtype), initial=stored)]
+    back: list[ValueOp] = []
+    saved = leaf
+    for op, operand in zip(reversed(ops), reversed(dtypes[:-1]), strict=True):
+        for inverse in undone(op, operand, saved):
+            back.append(inverse)
+            saved = inverse.result(saved)
+    if dtypes[-1] != leaf:  # the caller's leaf may have another
+        ops = (*ops, Cast(leaf))
+        ops[-1].result(dtypes[-1])
+    Cast(stored).result(saved)  # a leaf may be complex where the file is not
+    loss = _first_loss(stored, ops, tuple(back))
     if loss is not None:
         value, loaded_as, saved_as = loss
         raise MappingError(

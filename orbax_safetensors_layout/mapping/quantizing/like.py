@@ -23,10 +23,10 @@ from ..affine.bound import BoundExpr
 from ..affine.index_nodes import Decoded
 from ..dequantizing.dequantized import (
     CONFIG,
-    OF_ACTIVATIONS,
     DecodedWeight,
     configured_quantization,
     decoded_weights,
+    is_of_activations,
     plain_configurations,
     with_settings,
 )
@@ -118,7 +118,7 @@ class FolderQuantization:
         self._beside = {  # scales of activations, and parts that say nothing of the values
             name: FolderTensor(entry, self._read)
             for name, entry in entries.items()
-            if (name in parts or OF_ACTIVATIONS.fullmatch(name)) and name not in written
+            if (name in parts or is_of_activations(name, weights)) and name not in written
         }
 
     def __repr__(self) -> str:
