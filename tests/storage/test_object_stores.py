@@ -565,15 +565,16 @@ def test_a_save_that_could_not_renew_its_claim_removes_nothing(place, monkeypatc
 
 
 def test_a_save_that_failed_after_a_renewal_did_removes_what_it_wrote(place, monkeypatch):
-    put, failed = obstore.put, threading.Event()
+    put, is_written, failed = obstore.put, threading.Event(), threading.Event()
 
     def failing(client, key, data, **options):
         if key.endswith(".safetensors"):
             put(client, key, data, **options)
-            monkeypatch.setattr(cloud_commit, "_RENEWAL_SECONDS", 99.0)
+            is_written.set()
             assert failed.wait(10)
             raise obstore.exceptions.PermissionDeniedError("no")
-        if "claims" in key and cloud_commit._RENEWAL_SECONDS == 99.0 and not failed.is_set():
+        if "claims" in key and is_written.is_set() and not failed.is_set():
+            monkeypatch.setattr(cloud_commit, "_RENEWAL_SECONDS", 99.0)  # it stays the last one
             failed.set()
             raise obstore.exceptions.PermissionDeniedError("no")
         return put(client, key, data, **options)
