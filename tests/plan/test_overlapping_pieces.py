@@ -29,8 +29,20 @@ OPTIONS = {
     ),
 }
 CASTS = [(np.float32, ml_dtypes.bfloat16), (np.int32, np.float32), (np.uint8, np.int32)]
-STEPS = ["take", "take", "fold", "fold", "again", "stack", "slice", "transpose", "merge"]
-MOST = 1 << 14
+STEPS = [
+    "windows",
+    "windows",
+    "again",
+    "again",
+    "stack",
+    "take",
+    "fold",
+    "slice",
+    "transpose",
+    "merge",
+]
+EXTENTS = [1, 2, 3, 8, 12, 24, 48, 64, 96]
+MOST = 1 << 15
 
 
 def restored(tensors, expr, array, *, sharding=None, dtype=None, options=None):
@@ -54,9 +66,20 @@ def ranges_in(draw, extent):
 
 
 @st.composite
+def windows_in(draw, shape, axis):
+    """Indices of windows of an axis, which overlap, and the shape with a row for each."""
+    extent = shape[axis]
+    length = draw(st.sampled_from([n for n in range(1, extent + 1) if extent % n == 0]))
+    step = draw(st.sampled_from([n for n in (1, 2, 4, 8, 16, 32) if n <= length]))
+    count = min(draw(st.integers(2, 4)), (extent - length) // step + 1)
+    indices = [step * number + i for number in range(count) for i in range(length)]
+    return indices, (*shape[:axis], count, length, *shape[axis + 1 :])
+
+
+@st.composite
 def overlapping(draw):
     """A tensor, an expression that has its elements several times, and the array of numpy."""
-    shape = draw(st.lists(st.sampled_from([1, 2, 3, 8, 12, 24, 64]), min_size=1, max_size=3))
+    shape = draw(st.lists(st.sampled_from(EXTENTS), min_size=1, max_size=3))
     while math.prod(shape) > MOST:
         shape[shape.index(max(shape))] = 4
     stored, _ = dtypes = draw(st.sampled_from(CASTS))
@@ -68,7 +91,12 @@ def overlapping(draw):
         extent, above = array.shape[axis], (slice(None),) * axis
         start = draw(st.integers(0, extent - 1))
         stop = draw(st.integers(start + 1, extent))
-        if step == "take":
+        if step == "windows":
+            indices, folded = draw(windows_in(array.shape, axis))
+            if array.size // extent * len(indices) <= MOST:
+                expr = expr.take(axis, indices).reshape(*folded)
+                array = np.take(array, indices, axis).reshape(folded)
+        elif step == "take":
             indices = draw(ranges_in(extent))
             if array.size // extent * len(indices) <= MOST:
                 expr, array = expr.take(axis, indices), np.take(array, indices, axis)
