@@ -383,7 +383,8 @@ def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> 
     saved = SavedMetadata(catalog)
     if abstract is None:
         return saved.tree() or AbstractTree.of_tensors(catalog.names)
-    return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices)
+    with _explicit_transfer():  # of recorded numbers
+        return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices)
 
 
 def _agree(

@@ -269,7 +269,8 @@ class ReadOptions(_CheckedOptions):
             manifest, the index and every file that something is read of, wholly, so this suits
             loads of whole files. Nothing is mapped. A checkpoint without checksums is refused.
         strict: Refuse a checkpoint that has tensors, numbers or strings which the abstract tree
-            does not name.
+            does not name. With a mapping nothing changes: its own `strict` and `ignore` say which
+            tensors may be left.
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
         cache: A folder of this host in which ranges of remote files are kept, checked by checksums,

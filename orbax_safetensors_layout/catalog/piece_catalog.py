@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from array import array
@@ -67,11 +68,16 @@ class _Piece(NamedTuple):
     suffix: str  # of its name; none of a whole tensor
 
 
+_Class = tuple[int, tuple[int, ...]]
+"""Tensors of equal boxes: the number of the class, and their shape."""
+
+
 class _FileStarts(NamedTuple):
     """The first bytes of the pieces in a file, of which a header would take 50 times the memory."""
 
-    first: array[int]  # for each tensor the number of its first piece
-    starts: array[int]  # of each piece; -1 where the file does not hold it
+    # For each class the number of its first piece, and the pieces of each of its tensors.
+    first: dict[_Class, tuple[int, int]]
+    starts: array[int]  # of each piece, by class and tensor; -1 where the file does not hold it
 
 
 class PieceCatalog:
@@ -94,14 +100,16 @@ class PieceCatalog:
         self._process = 0
         self._own_file: int | None = None
         self._lock = threading.Lock()
-        self._classes: dict[tuple[int, tuple[int, ...]], tuple[_Piece, ...]] = {}
+        self._classes: dict[_Class, tuple[_Piece, ...]] = {}
         self._chosen: dict[tuple[object, ...], tuple[_Piece, ...]] = {}
         self._choices: dict[int, bool] = {}
         self._used: set[int] = set()
-        self._number_of = {name: number for number, name in enumerate(stored.tensors)}
-        self._by_class: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        self._number_of: dict[str, int] = {}  # among the tensors of its class
+        self._by_class: dict[_Class, list[str]] = {}
         for name, (_, shape, number) in stored.tensors.items():
-            self._by_class.setdefault((number, shape), []).append(name)
+            names = self._by_class.setdefault((number, shape), [])
+            self._number_of[name] = len(names)
+            names.append(name)
         self._starts: dict[int, _FileStarts] = {}
 
     def prefer(self, process: int) -> None:
@@ -198,18 +206,27 @@ class PieceCatalog:
         def keep(file: str, header: Header) -> None:
             if self.stored.save_id is not None:
                 check_save(self.stored.save_id, file, header)
-            self._starts[lacking[file]] = self._starts_in(lacking[file], header)
+            number = lacking[file]
+            self._starts[number] = self._starts_in(self._by_file.get(number, {}), header)
 
         self._visit([*lacking], keep)
 
-    def _starts_in(self, file: int, header: Header) -> _FileStarts:
-        first, starts = array("q", bytes(8 * len(self._number_of))), array("q")
-        for names in self._by_class.values():
-            tensor = self.stored.tensors[names[0]]
-            pieces = [piece for piece in self._pieces(tensor) if piece.file == file]
-            for name in names if pieces else ():
+    @functools.cached_property
+    def _by_file(self) -> dict[int, dict[_Class, list[_Piece]]]:
+        """The pieces of each class by the number of their file."""
+        by_file: dict[int, dict[_Class, list[_Piece]]] = {}
+        for key, names in self._by_class.items():
+            for piece in self._pieces(self.stored.tensors[names[0]]):
+                by_file.setdefault(piece.file, {}).setdefault(key, []).append(piece)
+        return by_file
+
+    def _starts_in(self, by_class: Mapping[_Class, list[_Piece]], header: Header) -> _FileStarts:
+        first: dict[_Class, tuple[int, int]] = {}
+        starts = array("q")
+        for key, pieces in by_class.items():
+            first[key] = len(starts), len(pieces)
+            for name in self._by_class[key]:
                 code = self.stored.tensors[name].dtype
-                first[self._number_of[name]] = len(starts)
                 for piece in pieces:
                     entry = header.tensors.get(_name(name, piece))
                     fits = entry and entry.shape == piece.shape and entry.dtype.code == code
@@ -218,7 +235,8 @@ class PieceCatalog:
 
     def _entry(self, name: str, piece: _Piece) -> TensorEntry:
         tensor, (first, starts) = self.stored.tensors[name], self._starts[piece.file]
-        start = starts[first[self._number_of[name]] + piece.rank]
+        begin, count = first[tensor.number, tensor.shape]
+        start = starts[begin + self._number_of[name] * count + piece.rank]
         if start < 0:
             raise self._absent(name, piece)
         dtype = self._dtypes.get(name) or DTYPES[tensor.dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -109,6 +110,20 @@ class AffineView(NamedTuple):
         reach = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
         low = sum(r for r in reach if r < 0)
         return self.offset + low, self.offset + sum(reach) - low + 1
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether it is runs: a step of each dimension leads past all of the finer ones."""
+        return _is_nested(self.shape, self.strides)
+
+
+@functools.lru_cache(4096)
+def _is_nested(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    try:
+        StridedRuns.of(AffineView(0, shape, strides), 1)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

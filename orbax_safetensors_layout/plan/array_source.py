@@ -16,7 +16,6 @@ from orbax_safetensors_layout.format import ONE_A_BYTE, SUB_BYTE, TensorEntry
 from orbax_safetensors_layout.geometry import (
     AffineView,
     Box,
-    StridedRuns,
     Tile,
     row_major_strides,
     tile,
@@ -425,23 +424,15 @@ def _is_factored(pieces: Sequence[Piece]) -> bool:
 def _nested(piece: AffinePiece) -> Iterator[AffinePiece]:
     """Yields a piece in runs of bytes; `x.take(0, [2, 1, 1, 0]).reshape(2, 2)` has several."""
     box, view = piece.box, piece.view
-    if _interlaces(view.shape, view.strides):
-        axis = min((n, a) for a, n in enumerate(view.shape) if n > 1 and view.strides[a])[1]
-        for index in range(view.shape[axis]):
-            part = Box.whole(view.shape).along(axis, index, index + 1)
-            moved = part.shifted(box.start)
-            yield from _nested(piece._replace(box=moved, view=view.restrict(part)))
-    else:
+    if view.is_nested:
         yield piece
-
-
-@functools.lru_cache(4096)
-def _interlaces(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    try:
-        StridedRuns.of(AffineView(0, shape, strides), 1)
-    except ValueError:
-        return True
-    return False
+        return
+    axis = min((n, a) for a, n in enumerate(view.shape) if n > 1 and view.strides[a])[1]
+    for index in range(view.shape[axis]):
+        part = Box.whole(view.shape).along(axis, index, index + 1)
+        place = box.start[axis] + index
+        moved = box.along(axis, place, place + 1)
+        yield from _nested(piece._replace(box=moved, view=view.restrict(part)))
 
 
 ArraySource = StoredSource | MappedSource

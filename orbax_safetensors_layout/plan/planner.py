@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 
 import numpy as np
 
+from orbax_safetensors_layout.errors import MismatchError
 from orbax_safetensors_layout.geometry import AffineView, Box, Gather, Tile, packed_box, tile
 from orbax_safetensors_layout.options import KIB, StorageProfile
 from orbax_safetensors_layout.sharding import AddressableShards
@@ -75,6 +75,17 @@ class RegionPlanner:
                 for index in np.flatnonzero(overlaps).tolist()
                 for place in self._overlaps(leaf.sources[index], layout)
             ]
+            filled = [box.intersect(fill.box) for fill in leaf.fills]
+            elements = sum(part.size for part in filled if part is not None)
+            elements += sum(read.elements for *_, read in places)
+            if elements != box.size:  # else memory that nothing was written to would be delivered
+                raise MismatchError(
+                    "the pieces of the leaf do not fill a part of it",
+                    file=leaf.file,
+                    tensor=leaf.name,
+                    expected=f"{box.size} elements of {list(box.start)} to {list(box.stop)}",
+                    found=elements,
+                )
             for place in places:
                 yield ByteRegion(number, *place, layout, len(places))
 
@@ -99,10 +110,14 @@ class RegionPlanner:
         reach = 1 + sum((n - 1) * s for n, s in inner if s < stride)
         gaps = np.diff(offsets) - reach * layout.itemsize
         # Slabs whose elements stand between those of others are read together within their steps.
-        step = min((s for n, s in inner if n > 1 and s > stride), default=sys.maxsize)
-        steps = (offsets - offsets[0]) // min(step * layout.itemsize, sys.maxsize)
-        is_edge = (gaps > self._profile.max_gap_bytes) | (np.diff(steps) > 0)
-        edges = [0, *(np.flatnonzero(is_edge) + 1), len(offsets)]
+        everything = int(gather.offsets.max()) + reach
+        step = min((s for n, s in inner if n > 1 and s > stride), default=everything)
+        most = (step - reach) * layout.itemsize
+        edges = [0]
+        for edge in [*(np.flatnonzero(gaps > self._profile.max_gap_bytes) + 1), len(offsets)]:
+            while (last := int(offsets[edges[-1]]) + most) < offsets[edge - 1]:
+                edges.append(int(np.searchsorted(offsets, last, "right")))
+            edges.append(int(edge))
         start, at, read = self._overlap(slab, layout)
         for first, last in itertools.pairwise(edges):
             shift = int(offsets[first])

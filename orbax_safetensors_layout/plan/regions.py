@@ -252,6 +252,14 @@ class RegionPlan:
         return self.runs.total_bytes
 
     @functools.cached_property
+    def elements(self) -> int:
+        """Number of elements of the tile that it fills."""
+        extents = [axis.extent for axis in (*self.axes, *self.repeats)]
+        if self.gather is not None:
+            extents[self.gather.number] = len(self.gather.places)
+        return math.prod(extents)
+
+    @functools.cached_property
     def storage_requests(self) -> int:
         requests = self.requests
         if self.direct:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.errors import explained
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, explained
 from orbax_safetensors_layout.geometry import Box, copy_elements, packed_box, unpack_box
 from orbax_safetensors_layout.plan import (
     ByteRegion,
@@ -117,6 +117,7 @@ class PlanReader:
         self._inputs = collections.Counter(leaf.block for leaf in plan.leaves)  # reads to come
         self._block_bytes: collections.Counter[int | None] = collections.Counter()
         self._bytes_read = self._num_reads = self._storage_reads = 0
+        self._undelivered = [len(leaf.local.boxes) for leaf in plan.leaves]
 
     def run(self) -> ReadStats:
         needing: dict[int, set[int]] = {}
@@ -145,6 +146,15 @@ class PlanReader:
         self._budget.release_all()
         for file in self._mapped_files:
             self._storage.check_unchanged(file)
+        for leaf, missing in zip(self._plan.leaves, self._undelivered, strict=True):
+            if missing:
+                raise SafetensorsLayoutError(
+                    "the plan does not read all that is needed",
+                    file=leaf.file,
+                    tensor=leaf.name,
+                    expected=f"{len(leaf.local.boxes)} shards",
+                    found=f"{missing} that were not complete",
+                )
         return ReadStats(self._bytes_read, self._num_reads, self._storage_reads)
 
     def _deliver_unread(self, number: int, read: Collection[int]) -> None:
@@ -153,7 +163,7 @@ class PlanReader:
         rest = [box for box in range(len(leaf.local.boxes)) if box not in read]
         if rest or not leaf.local.boxes:
             parts = [self._filled(number, box) for box in rest]
-            self._hold(number, self._deliver(number, rest, parts), 0)
+            self._hand_over(number, rest, parts, 0)
 
     def _filled(self, number: int, member: int) -> np.ndarray:
         """Return memory for a box, with the values that are not read in their place."""
@@ -326,6 +336,12 @@ class PlanReader:
         if self._plan.leaves[number].block is None:
             for part in parts:
                 self._staging.register(part)
+        self._hand_over(number, boxes, parts, held)
+
+    def _hand_over(
+        self, number: int, boxes: Sequence[int], parts: Sequence[np.ndarray], held: int
+    ) -> None:
+        self._undelivered[number] -= len(boxes)
         self._hold(number, self._deliver(number, boxes, parts), held)
 
     def _hold(self, number: int, wait: Wait | None, nbytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,7 +138,7 @@ def source_leaves(
     """Finds the arrays of a checkpoint that the leaves of an abstract tree are.
 
     Without a mapping each is the tensor of its name; `strict` refuses tensors that the tree does
-    not name.
+    not name. A mapping says itself which tensors may be left.
     """
     parsed = [abstract for abstract in tree.parsed if abstract is not None]
     if mapping is None:
@@ -158,11 +158,10 @@ def source_leaves(
     else:
         check_mapping(mapping)
         names = [abstract.unboxed or abstract.name for abstract in parsed]
-        prefixes = tuple(f"{name}." for name in tree.skipped)
         shapes: dict[str, tuple[int, ...] | None] = {
             leaf: None
-            for leaf in (mapping.leaf_names(catalog.names) if prefixes else ())
-            if leaf in tree.skipped or leaf.startswith(prefixes)
+            for leaf in (mapping.leaf_names(catalog.names) if tree.skipped else ())
+            if _is_left_out(leaf, tree)
         }
         shapes.update((name, abstract.shape) for name, abstract in zip(names, parsed, strict=True))
         sources = array_sources(catalog, mapping, shapes)
@@ -278,16 +277,19 @@ def check_holdable(
         ) from error
 
 
-def _refuse_unexpected(catalog: Catalog, names: list[str], tree: AbstractTree) -> None:
-    def with_prefixes(name: str) -> Iterator[str]:
-        return itertools.accumulate(name.split("."), lambda above, part: f"{above}.{part}")
+def _is_left_out(name: str, tree: AbstractTree) -> bool:
+    """Whether a tree says so of a leaf, or of what the leaf is in."""
+    with_prefixes = itertools.accumulate(name.split("."), lambda above, part: f"{above}.{part}")
+    return not tree.skipped.isdisjoint(with_prefixes)
 
+
+def _refuse_unexpected(catalog: Catalog, names: list[str], tree: AbstractTree) -> None:
     manifest = catalog.manifest()
     values = {} if manifest is None else manifest.values()
     unexpected = [
         name
         for name in sorted({*catalog.names, *values} - set(names))
-        if tree.skipped.isdisjoint(with_prefixes(name))
+        if not _is_left_out(name, tree)
     ]
     if unexpected:
         message = "the checkpoint has a {} that the abstract tree does not name"

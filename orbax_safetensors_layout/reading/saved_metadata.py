@@ -160,9 +160,11 @@ def _as_abstract(value: SavedValue, abstract: AbstractLeaf) -> Any:
     cast_into(result, array, exact=exact, subject=Subject(abstract.name, None, array.dtype))
     if abstract.placement is None:
         return result if abstract.scalar is None else result[()]
-    if is_abstract(sharding_of(abstract.placement)):
+    sharding = sharding_of(abstract.placement)
+    if is_abstract(sharding):
         return value  # of a plan, which makes no arrays
-    return jax.make_array_from_callback((), sharding_of(abstract.placement), lambda _: result)
+    # A process that has none of the devices makes no shard that the dtype could be taken from.
+    return jax.make_array_from_callback((), sharding, lambda _: result, dtype=result.dtype)
 
 
 def _as_python(value: SavedValue, kind: type) -> SavedValue:

@@ -365,6 +365,18 @@ def test_a_transfer_guard_against_implicit_transfers(path, tensors, spec):
     assert_same_bits(array, tensors["layers.0.kernel"])
 
 
+def test_a_transfer_guard_against_implicit_transfers_of_recorded_numbers(tmp_path):
+    osl.save(tmp_path / "x", {"step": 7, "w": np.arange(4.0, dtype=np.float32)})
+    tree = {"step": sds((), np.int32), "w": sds((4,), np.float32)}
+    with jax.transfer_guard("disallow"):
+        loaded = osl.load(tmp_path / "x", tree)
+        planned = osl.plan_load(tmp_path / "x", tree)
+    assert_same_bits(loaded["step"], np.int32(7))
+    assert planned.needed_bytes == 16
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(RuntimeError, match="Disallowed"):
+        osl.load(tmp_path / "x", tree)
+
+
 def test_a_foreign_byte_order_means_the_number(path):
     loaded = osl.load(path, {"step": sds((), np.dtype(">i4"))})
     assert loaded["step"] == 7

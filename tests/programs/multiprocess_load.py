@@ -79,8 +79,19 @@ def main(path, api, options):
     read.clear()
     array = load({name: leaf})[name]
     results["stage"] = {
-        "read": read,
+        "read": list(read),
         "own": sum(shard.data.nbytes for shard in array.addressable_shards),
         "total": expected[name].nbytes,
     }
+
+    # Nor has one a part of a recorded number that is placed there.
+    saved = Path(path).with_name("recorded")
+    if api == "osl":
+        osl.save(saved, {"step": 7}, overwrite=True)
+        step = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(few.mesh, P()))
+        array = osl.load(saved, {"step": step}, options=reader)["step"]
+        assert (array.shape, array.dtype) == ((), np.int32)
+        assert [int(shard.data) for shard in array.addressable_shards] == (
+            [7] * len(devices) if jax.process_index() == 0 else []
+        )
     return results

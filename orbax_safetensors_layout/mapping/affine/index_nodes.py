@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from orbax_safetensors_layout.geometry import StridedRuns, row_major_strides
+from orbax_safetensors_layout.geometry import row_major_strides
 
 from ..expr.values import ValueOp
 from .bound import BoundExpr, Sink, Unary, factored_view
@@ -229,11 +229,7 @@ def _is_regular(piece: Piece) -> bool:
     """Return whether it is runs of one tensor, and each of its dimensions is one of its box."""
     if not isinstance(piece, AffinePiece) or piece.view.shape != piece.box.shape:
         return False
-    try:
-        StridedRuns.of(piece.view, 1)
-    except ValueError:
-        return False
-    return True
+    return piece.view.is_nested
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

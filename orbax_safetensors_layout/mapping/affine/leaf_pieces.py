@@ -223,7 +223,19 @@ def _slab_key(piece: Piece, axis: int, number: int) -> object:
     is_other = gather is not None and gather.axis != axis
     if is_other or not strides[axis] or math.prod(put(shape, axis)) < _LEAST_SLAB:
         return number
+    if not _has_slabs(piece.view, axis):  # others are read run by run
+        return number
     return source, ops, strides, offset % abs(strides[axis]), piece.box.along(axis, 0, 1)
+
+
+def _has_slabs(view: AffineView, axis: int) -> bool:
+    """Return whether slabs along an axis are runs, and a step of it leads past the finer ones."""
+    _, shape, strides = view
+    step = abs(strides[axis])
+    axes = zip(shape, strides, strict=True)
+    finer = tuple(n if abs(stride) <= step else 1 for n, stride in axes)
+    shapes = put(shape, axis, 1), put(finer, axis, 2)
+    return all(AffineView(0, shape, strides).is_nested for shape in shapes)
 
 
 def _shared_along(pieces: Sequence[Piece], axis: int) -> Sequence[Piece]:
