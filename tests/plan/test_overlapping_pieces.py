@@ -17,6 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshes import any_sharding, mesh_of
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.format import DTYPES, TensorEntry
+from orbax_safetensors_layout.geometry import AffineView, Box, Gather
+from orbax_safetensors_layout.options import PROFILES
+from orbax_safetensors_layout.plan import LeafRead
+from orbax_safetensors_layout.plan.leaf_reads import TensorPiece
+from orbax_safetensors_layout.plan.planner import RegionPlanner
+from orbax_safetensors_layout.sharding import AddressableShards
 
 TINY = osl.ReadOptions(memory_budget_bytes=1 << 12, request_bytes=1 << 12)
 NO_GAPS = osl.ReadOptions(latency_seconds={"local": 0.0})
@@ -190,3 +197,16 @@ def test_windows_of_more_rows_than_the_budget_holds(monkeypatch, on):
     options = osl.ReadOptions(memory_budget_bytes=256 << 10)
     loaded = restored({"t": columns}, expr, expected, **request, options=options)
     assert_same_bits(np.asarray(loaded), expected.astype(dtype))
+
+
+def test_a_part_that_no_piece_fills_is_refused():
+    """Pieces that say they are where they do not lie: the second box would have no bytes."""
+    entry = TensorEntry("t", DTYPES["F32"], (4,), "f", 0, 16)
+    slabs = Gather(0, np.arange(4), np.arange(4)[::-1].copy())
+    piece = TensorPiece(entry, Box((0,), (1,)), AffineView(0, (1,), (1,)), slabs)
+    shards = AddressableShards.private((Box((0,), (2,)), Box((2,), (4,))))
+    read = LeafRead("leaf", (4,), entry.dtype, (piece,), shards, np.dtype(np.float32))
+    planner = RegionPlanner(PROFILES["local"], 8, adopt=False)
+    with pytest.raises(osl.MismatchError, match="do not fill a part of it") as caught:
+        planner.regions(0, read)
+    assert (caught.value.tensor, caught.value.file, caught.value.found) == ("leaf", "f", 0)
