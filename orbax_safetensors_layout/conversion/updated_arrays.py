@@ -256,7 +256,7 @@ def _placed(stored: np.ndarray, like: Any) -> Any:
             boxes[box] = view if view.flags.c_contiguous else _copied(view)
         return boxes[box]
 
-    return jax.make_array_from_callback(value.shape, like.sharding, part)
+    return jax.make_array_from_callback(value.shape, like.sharding, part, dtype=value.dtype)
 
 
 def _give_up(old: Any, new: Any, shared: Set[int]) -> None:

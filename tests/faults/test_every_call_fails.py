@@ -163,7 +163,8 @@ def each_failure(first, root, act, step):
         wrong += [f"{number} {failure.failed}: {text}; {ending}" for text in said]
         shutil.rmtree(place)
     assert not wrong, "\n".join(wrong)
-    assert 0 < survived < number
+    assert survived < number
+    assert survived or step > 1  # of some calls perhaps none may fail
 
 
 @every
