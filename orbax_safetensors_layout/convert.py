@@ -42,6 +42,7 @@ from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
     SafetensorsLayoutError,
+    listed,
 )
 from orbax_safetensors_layout.mapping import (
     BoundExpr,
@@ -275,7 +276,8 @@ def convert(
             )
         for rule in () if topology is None or not spec else topology.unused_rules:
             logging.warning("The sharding rule %s is used by no array.", rule)
-        is_whole = is_orbax_checkpoint(folder)  # all of it is then replaced
+        # All of it is then replaced.
+        is_whole = is_orbax_checkpoint(folder) and not is_safetensors_checkpoint(folder)
         of_checkpoint: Callable[[str], bool] = _is_of_checkpoint
         if kind != "orbax":
             with LocalStorage() as storage:
@@ -410,6 +412,16 @@ def _check_folder(
 ) -> None:
     with LocalStorage() as storage:
         check_target(storage, folder, sidecar_files, overwrite, holds_checkpoint)
+    if kind == "orbax" and is_safetensors_checkpoint(folder):
+        with LocalStorage() as storage:
+            goes = replaced_files(storage, folder, "model")
+            others = [n for n in storage.list(folder) if _is_of_checkpoint(n) and not goes(n)]
+        if others:  # Orbax does not take a folder with safetensors for its own
+            raise CheckpointExistsError(
+                f"weights are beside the checkpoint that is replaced: {listed(others)}",
+                file=folder,
+                hint="Move them away, or give another folder.",
+            )
     is_filled = kind == "orbax" and os.path.isdir(folder) and bool(os.listdir(folder))
     if is_filled and not holds_checkpoint(folder):
         raise CheckpointExistsError(

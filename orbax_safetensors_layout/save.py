@@ -14,7 +14,7 @@ from absl import logging
 
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import listed, redact_urls
-from orbax_safetensors_layout.format import MANIFEST, Manifest, parse_manifest
+from orbax_safetensors_layout.format import DIGESTS, MANIFEST, Manifest, parse_manifest
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping, described_rule
 from orbax_safetensors_layout.options import (
     ConvertOptions,
@@ -239,6 +239,7 @@ class PreparedSave:
                 overwrite=overwrite,
                 sidecar_files=sidecar_files,
                 stem=self.options.file_stem,
+                shared=[MANIFEST] * (self.manifest is not None) + [DIGESTS] * self.options.digests,
             ) as folder,
         ):
             self.write(

@@ -233,7 +233,8 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
         return Discovery(path, files, index, manifest_file)
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
     if manifest is not None and manifest.pieces is not None and manifest_file is not None:
-        whole = [n for n in names if n.startswith("model") and n.endswith(SUFFIX)]
+        weights = (name for name in names if name.endswith(SUFFIX))
+        whole = [name for name in weights if _stem(name).partition(".")[0] == "model"]
         if whole:
             raise InvalidManifestError(
                 "the folder holds whole tensors beside the pieces of its manifest",
@@ -339,22 +340,21 @@ def replaced_files(storage: Storage, folder: str, stem: str) -> Callable[[str], 
     names: list[str] = []
     with contextlib.suppress(CheckpointNotFoundError):
         names = _visible(storage, folder)
-    own = {name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))}
+    weights = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
+    own = {name for name in weights if not is_beside(name, stem)}
     if stem == "model":
         with contextlib.suppress(InvalidIndexError):  # else nothing there is a checkpoint
             own = _own_files(storage, folder, names)
-    shared = {MANIFEST, DIGESTS}  # of the whole folder
-    if stem.startswith(_BESIDE_A_MODEL) and any(is_beside(name, stem) for name in own):
-        shared = set()
+    is_model_there = stem.startswith(_BESIDE_A_MODEL) and len(own) < len(weights)
+    shared = () if is_model_there else (MANIFEST, DIGESTS)  # of the whole folder
 
     def is_replaced(name: str) -> bool:
-        if name in shared:
+        if name in own or name in shared:
             return True
         if "/" in name or is_beside(name, stem):
             return False
         is_weights = name.endswith((SUFFIX, INDEX_SUFFIX))
-        is_new = is_weights and _stem(name).partition(".")[0] == stem
-        return is_new or name in own or is_piece_file(name)
+        return is_piece_file(name) or (is_weights and _stem(name).partition(".")[0] == stem)
 
     return is_replaced
 
@@ -371,10 +371,12 @@ def _own_files(storage: Storage, folder: str, names: list[str]) -> set[str]:
     index = _index_name(names, folder)
     if index is None:
         pieces = {name for name in names if MANIFEST in names and is_piece_file(name)}
-        return pieces or _model_of([name for name in names if name.endswith(SUFFIX)])
+        weights = [name for name in names if name.endswith(SUFFIX)]
+        model = _model_of(weights)
+        return pieces or {name for name in model if not name.startswith(_BESIDE_A_MODEL)}
     file = join(folder, index)
     data = read_file(storage, file, "the index", error=InvalidIndexError)
-    return {index, *parse_index(data, file=file).files}
+    return {index, *(name for name in parse_index(data, file=file).files if "/" not in name)}
 
 
 def _model_of(weights: Sequence[str]) -> set[str]:
@@ -457,6 +459,8 @@ def _index_name(names: Sequence[str], path: str) -> str | None:
     if MAIN_INDEX in names:
         return MAIN_INDEX
     if _MODEL in names:  # which transformers, too, takes before another index
+        return None
+    if MANIFEST in names and any(map(is_piece_file, names)):
         return None
     files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
     files = [name for name in files if not name.startswith(_BESIDE_A_MODEL)] or files

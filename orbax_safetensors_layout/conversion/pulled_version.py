@@ -80,7 +80,7 @@ class Pulled(NamedTuple):
     version: int
     tree: Any = None
     identity: str | None = None  # of the version; of two histories no two are equal
-    # A digest of the mapping, and of the leaves' names and dtypes; of what was cast an empty text.
+    # A digest of the mapping, and of the leaves' names, dtypes and shapes; empty if they were cast.
     form: str | None = None
 
 
@@ -181,7 +181,10 @@ def _specs(catalog: Catalog) -> TensorSpecs:
 def _form(tree: Any, mapping: Mapping | None) -> str:
     """Return a digest of what the leaves of a tree are made of."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    names = [(leaf_name(path), str(getattr(leaf, "dtype", ""))) for path, leaf in paths]
+    names = [
+        (leaf_name(path), str(getattr(leaf, "dtype", "")), getattr(leaf, "shape", ()))
+        for path, leaf in paths
+    ]
     made_of = mapping and fingerprint(mapping)
     return hashlib.sha256(repr((made_of, names)).encode()).hexdigest()
 
@@ -218,7 +221,8 @@ def _updated(
     """Return a version made from one that is held; None if all processes are to load it."""
     try:
         differences = chain.since(held.version, held.identity)
-        if differences and not _is_held(held, mapping, versions):
+        is_known = differences is not None and (differences or held.form is not None)
+        if is_known and not _is_held(held, mapping, versions):
             differences = None  # they would be looked for under other names, or in other bits
             logging.warning(_NOT_HELD, chain.number)
         has = "nothing" if differences is None else f"version {held.version}"

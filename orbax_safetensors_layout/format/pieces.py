@@ -73,8 +73,8 @@ def piece_file_prefix(process: int) -> str:
 
 
 def is_piece_file(name: str) -> bool:
-    """Whether a file's name is one that a save gives to files of pieces."""
-    return re.search(r"shard-\d{5,}-of-\d{5,}\.safetensors\Z", name) is not None
+    """Whether a file's name, or path, is one that a save gives to files of pieces."""
+    return re.fullmatch(r"(.*/)?shard-\d{5,}-of-\d{5,}\.safetensors", name) is not None
 
 
 def dump_pieces(pieces: StoredPieces) -> dict[str, object]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Set
 
 from absl import logging
 
-from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.errors import CheckpointExistsError, StorageError
 
 from .base import NewFolder, Rank, Storage
 from .commit_note import Note, aside_folder, entries_of, lock_file, partial_folder
@@ -146,13 +146,14 @@ def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bo
     folder is as it was, unless only making the change durable failed.
     """
     parent = os.path.dirname(folder)
+    new = _paths(finished)
+    _check_kinds(folder, new, is_replaced)
     with storage_errors("cannot put the finished folder in its place", folder):
         if not os.path.isdir(folder):
             os.rename(finished, folder)
             flush_folder(parent)
             return
         os.chmod(finished, stat.S_IMODE(os.stat(folder).st_mode))
-        new = _paths(finished)
         kept = [*_kept(folder, new, is_replaced)]
         for path in kept:
             link_tree(os.path.join(folder, path), _with_folder(os.path.join(finished, path)))
@@ -170,6 +171,26 @@ def commit_folder(finished: str, folder: str, *, is_replaced: Callable[[str], bo
         if here == folder or here.startswith(folder + os.sep):
             with contextlib.suppress(OSError):
                 os.chdir(here)
+
+
+def _check_kinds(folder: str, new: Set[str], is_replaced: Callable[[str], bool]) -> None:
+    """Refuses folders, and links to some, where files go, and files and links where folders go.
+
+    But what is replaced.
+    """
+    for path in sorted(new):
+        name = path.rstrip(os.sep)
+        place = os.path.join(folder, name)
+        is_folder = os.path.isdir(place) if name == path else _is_real_folder(place)
+        is_other = is_folder == (name == path) and os.path.lexists(place)
+        if is_other and not is_replaced(f"{name}{os.sep}" if is_folder else name):
+            raise CheckpointExistsError(
+                "the folder has something else of a name of the checkpoint",
+                file=place,
+                expected="a file" if name == path else "a folder",
+                found="a folder" if is_folder else "a file or a link",
+                hint="Move it away, or give another folder.",
+            )
 
 
 def _paths(folder: str) -> set[str]:
@@ -191,9 +212,10 @@ def _kept(
     for name in os.listdir(os.path.join(folder, inside)):
         path = os.path.join(inside, name)
         inner = f"{path}{os.sep}"
-        if _is_real_folder(os.path.join(folder, path)) and (inner in new or is_replaced(inner)):
+        is_folder = _is_real_folder(os.path.join(folder, path))
+        if is_folder and (inner in new or is_replaced(inner)):
             yield from _kept(folder, new, is_replaced, path)
-        elif new.isdisjoint((path, inner)) and not is_replaced(path):
+        elif new.isdisjoint((path, inner)) and (is_folder or not is_replaced(path)):
             yield path
 
 

@@ -40,6 +40,7 @@ def commit_when_complete(
     overwrite: bool,
     sidecar_files: Mapping[str, bytes],
     stem: str = "model",
+    shared: Collection[str] = (),
     replaces: Callable[[str], bool] | None = None,
 ) -> Iterator[NewFolder]:
     """Yields the folder to write a checkpoint into; leaving the block commits it to `target`.
@@ -48,7 +49,7 @@ def commit_when_complete(
     files of the leader count. Of the target the files go that `replaces` accepts, by default those
     of the checkpoint that is there (see `replaced_files`). Without `overwrite` such a checkpoint,
     or another file of a name of this one, is a `CheckpointExistsError`, also one that comes while
-    this one is written.
+    this one is written. So are `shared` files, which speak of a whole folder, beside a model.
     """
     present: set[str] = set()  # side files that are there already, and stay whatever happens
     inner = {f"{name.rpartition('/')[0]}/" for name in sidecar_files if "/" in name}
@@ -65,8 +66,11 @@ def commit_when_complete(
     )
 
     def exists(folder: str) -> bool:
-        weights = (name for name in storage.list(folder) if name.endswith((SUFFIX, INDEX_SUFFIX)))
-        return any(rank(name) is not None for name in weights)
+        names = storage.list(folder)
+        weights = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
+        beside = [name for name in weights if rank(name) is None]
+        speaks = any(name in names and rank(name) is not None for name in (MANIFEST, DIGESTS))
+        return len(beside) < len(weights) or (bool(beside) and speaks)
 
     def check() -> None:
         present.update(check_target(storage, new_folder.target, sidecar_files, overwrite, exists))
@@ -78,6 +82,14 @@ def commit_when_complete(
                 new_folder.begin()
                 if replaces is None:
                     replaces = replaced_files(storage, new_folder.target, stem)
+                if others := [name for name in shared if rank(name) is None]:
+                    raise CheckpointExistsError(
+                        f"the folder has a model, which {others} would speak of as well",
+                        file=new_folder.target,
+                        expected="a folder without other weights",
+                        hint="Save to a folder of its own; or, beside a model, with osl.peft.save"
+                        " and without digests=True.",
+                    )
                 check()
                 new_folder.prepare()
         except BaseException as problem:

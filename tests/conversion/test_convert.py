@@ -816,3 +816,18 @@ def test_safetensors_to_safetensors_needs_no_orbax(hf, tmp_path):
         "assert 'orbax.checkpoint' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program, hf, tmp_path / "apart"], check=True)
+
+
+def test_what_is_beside_a_checkpoint_stays_when_one_is_converted_there(tmp_path, hf, weights):
+    """In a folder that Orbax made for this package's layout, too."""
+    folder = tmp_path / "to"
+    ocp.Checkpointer(osl.SafetensorsLayout()).save(folder, {"a": np.ones(3)})
+    kept = {"adapter_model.safetensors", "notes.txt"}
+    for name in kept:
+        (folder / name).write_text("theirs")
+    osl.convert(hf, folder, format="hf", overwrite=True)
+    assert {name for name in kept if (folder / name).read_text() == "theirs"} == kept
+    assert bits(osl.load(folder)) == bits(weights)
+    with pytest.raises(osl.CheckpointExistsError, match=r"beside the checkpoint.*adapter_model"):
+        osl.convert(hf, folder, format="orbax", overwrite=True)
+    assert bits(osl.load(folder)) == bits(weights)

@@ -393,3 +393,12 @@ def test_what_does_not_change_beside_what_does_keeps_its_bits(tmp_path, number, 
     new = osl.pull(tmp_path, held, mapping=mapping)
     assert as_bytes(new.tree) == as_bytes(osl.pull(tmp_path, like, mapping=mapping).tree)
     assert ["loaded anew" in text for text in warnings()] == [True] * (number == 3)
+
+
+def test_arrays_of_other_shapes_are_loaded_anew(tmp_path):
+    for number in (1.0, 2.0):
+        osl.publish(tmp_path, {"w": jnp.full((4, 4), number)})
+    held = osl.pull(tmp_path, {"w": jnp.zeros((4, 4))}, version=1)
+    for version in (1, 2):
+        with pytest.raises(osl.ShapeMismatchError):
+            osl.pull(tmp_path, held._replace(tree={"w": jnp.zeros(16)}), version=version)

@@ -1223,3 +1223,75 @@ def test_pieces_are_replaced_where_they_are_and_nothing_else(tmp_path, step):
     assert raw_file(folder / "model.safetensors").keys() == {"t"}
     if step:
         assert sorted(os.listdir(run / "1000")) == ["_CHECKPOINT_METADATA", "default"]
+
+
+def test_an_index_of_others_beside_a_model_is_none_of_the_pieces_that_replace_it(tmp_path):
+    safetensors.numpy.save_file({"t": VALUE + 1}, tmp_path / "model.safetensors")
+    safetensors.numpy.save_file({"t": VALUE + 2}, tmp_path / "o0.safetensors")
+    index = '{"metadata": {}, "weight_map": {"t": "o0.safetensors"}}'
+    (tmp_path / "o.safetensors.index.json").write_text(index)
+    for _ in range(2):
+        osl.save(tmp_path, {"t": VALUE}, options=quick(layout="sharded"), overwrite=True)
+        assert_same_bits(osl.load(tmp_path)["t"], VALUE)
+        assert (tmp_path / "o.safetensors.index.json").read_text() == index
+        assert (tmp_path / "o0.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["model_ema.safetensors", "my-shard-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_names_that_only_look_like_a_checkpoints_stay(tmp_path, layout, name):
+    safetensors.numpy.save_file({"t": VALUE + 1}, tmp_path / "model.safetensors")
+    (tmp_path / name).write_bytes(b"theirs")
+    (tmp_path / "model.old.safetensors").mkdir()
+    (tmp_path / "model.old.safetensors" / "mine.txt").write_text("mine")
+    osl.save(tmp_path, {"t": VALUE}, options=quick(layout=layout), overwrite=True)
+    assert (tmp_path / name).read_bytes() == b"theirs"
+    assert (tmp_path / "model.old.safetensors" / "mine.txt").read_text() == "mine"
+    assert_same_bits(osl.load(tmp_path)["t"], VALUE)
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("digests", [False, True])
+def test_what_speaks_of_a_whole_folder_is_not_written_beside_a_model(tmp_path, layout, digests):
+    """A manifest or checksums of an adapter: the model would be what they say."""
+    osl.save(tmp_path, {"t": VALUE}, options=quick(layout=layout, digests=digests))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for overwrite in (False, True):
+        with pytest.raises(osl.CheckpointExistsError, match="has a model, which"):
+            osl.save(
+                tmp_path,
+                {"t": VALUE},
+                options=quick(file_stem="adapter_model"),
+                overwrite=overwrite,
+            )
+    config = {"r": 2, "lora_alpha": 2, "target_modules": ["q"]}
+    with pytest.raises(osl.CheckpointExistsError, match="digests"):
+        osl.peft.save(
+            tmp_path, {"q.lora_A.weight": VALUE}, config=config, options=quick(digests=True)
+        )
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_model_takes_no_place_from_what_speaks_of_an_adapter(tmp_path):
+    options = quick(file_stem="adapter_model", digests=True)
+    osl.save(tmp_path, {"t": VALUE}, options=options)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(osl.CheckpointExistsError, match="overwrite=True"):
+        osl.save(tmp_path, {"t": VALUE}, options=quick())
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", MANIFEST])
+def test_a_folder_of_a_name_of_the_checkpoint_stays(tmp_path, name, is_link):
+    mine = tmp_path / "else" if is_link else tmp_path / "x" / name
+    mine.mkdir(parents=True)
+    (mine / "mine.txt").write_text("mine")
+    if is_link:
+        (tmp_path / "x").mkdir()
+        (tmp_path / "x" / name).symlink_to(mine)
+    for overwrite in (False, True):
+        with pytest.raises(osl.CheckpointExistsError, match="something else of a name"):
+            osl.save(tmp_path / "x", {"t": VALUE}, options=quick(), overwrite=overwrite)
+    assert os.listdir(tmp_path / "x") == [name]
+    assert (tmp_path / "x" / name / "mine.txt").read_text() == "mine"

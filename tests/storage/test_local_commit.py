@@ -100,8 +100,6 @@ def test_names_in_the_new_folder_are_replaced(tmp_path):
     make(old / "sub", file="old", more="old")
     new = make(tmp_path / "new", config="new")
     make(new / "sub", file="new")
-    (new / "other").write_text("new")
-    make(old / "other", kept="gone with the folder that a file replaces")
     put(new, old)
     assert tree(tmp_path) == {
         "checkpoint": "folder",
@@ -110,8 +108,27 @@ def test_names_in_the_new_folder_are_replaced(tmp_path):
         "checkpoint/sub": "folder",
         "checkpoint/sub/file": "new",
         "checkpoint/sub/more": "old",
-        "checkpoint/other": "new",
     }
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_what_is_of_another_kind_is_not_replaced(tmp_path, kind):
+    """A folder, or a link to one, where a file goes; a file where a folder goes."""
+    old = make(tmp_path / "checkpoint", config="old")
+    new = make(tmp_path / "new", config="new")
+    if kind == "file":
+        make(new / "other", file="new")
+        (old / "other").write_text("mine")
+    else:
+        (new / "other").write_text("new")
+        place = make(tmp_path / "place" if kind == "link" else old / "other", file="mine")
+        if kind == "link":
+            (old / "other").symlink_to(place)
+    before = tree(tmp_path)
+    with pytest.raises(osl.CheckpointExistsError, match="something else of a name"):
+        put(new, old)
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.usefixtures("way")
