@@ -39,7 +39,7 @@ from orbax_safetensors_layout.format import (
     version_folder,
     version_text,
 )
-from orbax_safetensors_layout.mapping import Mapping, unapplied
+from orbax_safetensors_layout.mapping import LiveTensors, Mapping, unapplied
 from orbax_safetensors_layout.options import PathLike, WriteOptions, given_or_default, require
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers, frozen_heap
 from orbax_safetensors_layout.save import PreparedSave, save_group
@@ -181,10 +181,28 @@ def _check_comparable(tree: Any, mapping: Mapping | None, tensors: Dict[str, New
         )
     if mapping is not None:
         try:
-            unapplied(mapping, tree)
+            parts = unapplied(mapping, tree)
         except MappingError as error:
             error.hint = f"{error.hint or ''} {_WHOLE}".strip()
             raise
+        for part in parts:
+            _check_devices(part)
+
+
+def _check_devices(part: LiveTensors) -> None:
+    """Raises if leaves that are computed with together are on different devices."""
+    names = [name for group in part.saves for name in group.sources]
+    first = part.arrays[names[0]].sharding.device_set if names else set()
+    for name in names[1:]:
+        devices = part.arrays[name].sharding.device_set
+        if devices != first:
+            raise MismatchError(
+                "leaves that are parts of the same tensors are on different devices",
+                tensor=name,
+                expected=f"those of {names[0]!r}, {len(first)} devices",
+                found=f"{len(devices)} devices",
+                hint=f"Put them on the same devices. Or: {_WHOLE}",
+            )
 
 
 def _tensors(prepared: PreparedSave) -> dict[str, NewTensor]:

@@ -556,3 +556,16 @@ def test_the_newest_version_is_found_without_looking_at_all(tmp_path):
         osl.pull(tmp_path, abc(0, 0, 0))
     seen = {name.split("/")[-2] for name, _, _ in storage.ranges}
     assert seen <= {"weight_v000010", "weight_v000011", "weight_v000012"}
+
+
+def test_leaves_of_one_tensor_on_different_devices_are_refused_from_the_first_version_on(tmp_path):
+    rules = [osl.rule(n, osl.tensor("w").slice(0, 8 * i, 8 * i + 8)) for i, n in enumerate("ab")]
+    mapping = osl.Mapping(rules).like({"w": ((16,), np.dtype("f4"))})
+    leaf = jnp.arange(8.0)
+    tree = {name: jax.device_put(leaf, jax.devices()[n]) for n, name in enumerate("ab")}
+    with pytest.raises(osl.MismatchError, match="on different devices") as caught:
+        osl.publish(tmp_path, tree, mapping=mapping)
+    assert caught.value.tensor == "b"
+    assert not list(tmp_path.iterdir())
+    for _ in range(2):
+        osl.publish(tmp_path, tree, mapping=mapping, whole_every=1)
