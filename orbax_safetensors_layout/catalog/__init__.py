@@ -6,13 +6,12 @@ from .discover import (
     Discovery,
     discover,
     holds_checkpoint,
-    is_beside,
     is_orbax_checkpoint,
     is_safetensors_checkpoint,
     read_manifest,
-    replaced_files,
     resolve_checkpoint,
 )
+from .folder_names import is_beside, replaced_files
 from .piece_catalog import check_save, check_whole
 from .quantization import QuantizedWeights, find_quantization
 from .select import added_prefix, compile_pattern, nearest_names, select_names, suggest_names

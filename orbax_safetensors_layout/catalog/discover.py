@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -20,16 +20,13 @@ from orbax_safetensors_layout.errors import (
     redact_urls,
 )
 from orbax_safetensors_layout.format import (
-    DIGESTS,
     ENCODING,
     INDEX_SUFFIX,
-    MAIN_INDEX,
     MANIFEST,
     SUFFIX,
     Manifest,
     OnError,
     WeightIndex,
-    is_piece_file,
     natural_key,
     parse_index,
     parse_manifest,
@@ -45,18 +42,21 @@ from orbax_safetensors_layout.storage import (
     read_file,
 )
 
+from .folder_names import (
+    MODEL_FILE,
+    check_complete,
+    files_of_model,
+    index_name,
+    stem_of,
+    visible_names,
+)
+
 _ORBAX_ITEM = "_METADATA"  # the file that every tree has which Orbax saved
 _ORBAX_STEP = ("_CHECKPOINT_METADATA", "orbax.checkpoint")  # the files that its steps have
 _USUAL_ITEMS = ("default", "state")  # opened where a step has several: those of Orbax v0 and v1
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")  # folders of steps, as `step_0007` is
 
 _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
-_MODEL, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors")
-_BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
-"""Prefixes of files that PEFT, Diffusers and Mistral put beside a model's own, of any name."""
-_OF_LIBRARIES = {"model", "pytorch_model", "diffusion_pytorch_model", *_BESIDE_A_MODEL}
-"""Names of which libraries write variants; files of other names may be parts of one checkpoint."""
-_NUMBERED = re.compile(r"(.+)-(\d{1,255})-of-(\d{1,255})((?:\.[^.]+)?)\.safetensors")
 _IN_ORBAXS_FORMAT = (
     "Orbax saved it in its own format: restore it with Orbax's own handlers, for instance a manager"
     " without `handler_registry`, or make safetensors of it with `osl.convert`."
@@ -84,7 +84,7 @@ def is_safetensors_checkpoint(
     try:
         if storage.is_file(text):
             return text.endswith(SUFFIX)
-        return _has_safetensors(_visible(storage, text))
+        return _has_safetensors(visible_names(storage, text))
     except CheckpointNotFoundError:
         return False
 
@@ -168,14 +168,14 @@ def _find_tree(
     storage: Storage, folder: str, item: str | None = None, *, is_step: bool = False
 ) -> CheckpointRef | None:
     """Return the tree in a folder, or the named one of its items; of a step's the only or usual."""
-    names = _visible(storage, folder)
+    names = visible_names(storage, folder)
     if item is None:
         if _is_tree(names):
             return CheckpointRef(folder, _is_orbax(names), None)
         if not is_step and not any(name in names for name in _ORBAX_STEP):
             return None
     folders = [name for name in storage.folders(folder) if not name.startswith(".")]
-    files = {name: _visible(storage, join(folder, name)) for name in folders}
+    files = {name: visible_names(storage, join(folder, name)) for name in folders}
     items = [name for name in folders if _is_tree(files[name])]
     choices = [item] if item is not None else items if len(items) == 1 else _USUAL_ITEMS
     for name in choices:
@@ -209,11 +209,10 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
                 hint="Give the folder that holds the index." if path.endswith(".json") else None,
             )
         return Discovery(path, [path])
-    names = _visible(storage, path)
+    names = visible_names(storage, path)
     manifest_file = join(path, MANIFEST) if MANIFEST in names else None
-    index_name = _index_name(names, path)
-    if index_name is not None:
-        index_file = join(path, index_name)
+    if (name := index_name(names, path)) is not None:
+        index_file = join(path, name)
         data = read_file(storage, index_file, "the index", error=InvalidIndexError)
         index = parse_index(data, file=index_file)
         if ENCODING in index.metadata:
@@ -223,18 +222,18 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
                 hint="Take the version with osl.pull, which applies them.",
             )
         files = _present(storage, path, index.files, names, index_file, on_error)
-        if _MODEL in names and _MODEL not in index.files:
+        if MODEL_FILE in names and MODEL_FILE not in index.files:
             logging.warning(
                 "%s does not list '%s', which is left out; transformers loads that file alone. Load"
                 " it by its own path, or remove what is out of date.",
                 redact_urls(index_file),
-                _MODEL,
+                MODEL_FILE,
             )
         return Discovery(path, files, index, manifest_file)
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
     if manifest is not None and manifest.pieces is not None and manifest_file is not None:
         weights = (name for name in names if name.endswith(SUFFIX))
-        whole = [name for name in weights if _stem(name).partition(".")[0] == "model"]
+        whole = [name for name in weights if stem_of(name).partition(".")[0] == "model"]
         if whole:
             raise InvalidManifestError(
                 "the folder holds whole tensors beside the pieces of its manifest",
@@ -247,7 +246,7 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
         return Discovery(path, files, None, manifest_file, manifest)
     names = _model_alone(names, path)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
-    _check_complete(names, path, on_error)
+    check_complete(names, path, on_error)
     if files:
         return Discovery(path, files, None, manifest_file, manifest)
     ref = _find_tree(storage, path)
@@ -257,7 +256,7 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
 
 
 def _not_found(storage: Storage, path: str, item: str | None = None) -> CheckpointNotFoundError:
-    names = _visible(storage, path)
+    names = visible_names(storage, path)
     content = [*names, *(f"{name}/" for name in storage.folders(path))]
     is_there = content or (storage.kind == "local" and os.path.isdir(path))
     subject = "the folder" if is_there else "the path does not exist, or"
@@ -325,71 +324,10 @@ def _is_orbax(names: Sequence[str]) -> bool:
     return _ORBAX_ITEM in names and not _has_safetensors(names)
 
 
-def _visible(storage: Storage, folder: str) -> list[str]:
-    # Downloads in progress leave hidden files; an archive made on macOS has a
-    # `._model.safetensors` beside each `model.safetensors`.
-    return [name for name in storage.list(folder) if not name.startswith(".")]
-
-
-def replaced_files(storage: Storage, folder: str, stem: str) -> Callable[[str], bool]:
-    """Return which files go when a checkpoint is saved to a folder, by the stem of its files.
-
-    They are those of the checkpoint that is there. What a load of a model leaves out stays, such as
-    an adapter; and where an adapter is saved, the model.
-    """
-    names: list[str] = []
-    with contextlib.suppress(CheckpointNotFoundError):
-        names = _visible(storage, folder)
-    weights = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
-    own = {name for name in weights if not is_beside(name, stem)}
-    if stem == "model":
-        with contextlib.suppress(InvalidIndexError):  # else nothing there is a checkpoint
-            own = _own_files(storage, folder, names)
-    is_model_there = stem.startswith(_BESIDE_A_MODEL) and len(own) < len(weights)
-    shared = () if is_model_there else (MANIFEST, DIGESTS)  # of the whole folder
-
-    def is_replaced(name: str) -> bool:
-        if name in own or name in shared:
-            return True
-        if "/" in name or is_beside(name, stem):
-            return False
-        is_weights = name.endswith((SUFFIX, INDEX_SUFFIX))
-        return is_piece_file(name) or (is_weights and _stem(name).partition(".")[0] == stem)
-
-    return is_replaced
-
-
-def is_beside(name: str, stem: str) -> bool:
-    """Whether a file is not of a checkpoint whose files have such a stem, but of one beside it."""
-    if stem.startswith(_BESIDE_A_MODEL):
-        return _stem(name) != stem
-    return name.startswith(_BESIDE_A_MODEL)
-
-
-def _own_files(storage: Storage, folder: str, names: list[str]) -> set[str]:
-    """Return the files of whole tensors that a load of a folder opens, and their index."""
-    index = _index_name(names, folder)
-    if index is None:
-        pieces = {name for name in names if MANIFEST in names and is_piece_file(name)}
-        weights = [name for name in names if name.endswith(SUFFIX)]
-        model = _model_of(weights)
-        return pieces or {name for name in model if not name.startswith(_BESIDE_A_MODEL)}
-    file = join(folder, index)
-    data = read_file(storage, file, "the index", error=InvalidIndexError)
-    return {index, *(name for name in parse_index(data, file=file).files if "/" not in name)}
-
-
-def _model_of(weights: Sequence[str]) -> set[str]:
-    """Return the files of a model among weights, without those beside it and its variants."""
-    model = {_MODEL} & {*weights} or {name for name in weights if _PART.fullmatch(name)}
-    model = model or {name for name in weights if not name.startswith(_BESIDE_A_MODEL)}
-    return {*_without_variants([*model] or weights)}
-
-
 def _model_alone(names: list[str], path: str) -> list[str]:
     """Leaves out weights beside a model, and its variants, as transformers and Diffusers do."""
     weights = [name for name in names if name.endswith(SUFFIX)]
-    model = _model_of(weights)
+    model = files_of_model(weights)
     if len(model) == len(weights):
         return names
     kept = [name for name in names if name in model or not name.endswith(SUFFIX)]
@@ -399,81 +337,6 @@ def _model_alone(names: list[str], path: str) -> list[str]:
         "', '".join(sorted(set(names) - set(kept))),
     )
     return kept
-
-
-def _without_variants(names: Sequence[str]) -> list[str]:
-    """Leaves out variants of files that are there without: `model.fp16.safetensors` is one."""
-    stems = {name: _stem(name) for name in names}
-    whole = _OF_LIBRARIES & {*stems.values()}
-    return [
-        name for name, stem in stems.items() if stem.partition(".")[0] not in whole or stem in whole
-    ]
-
-
-def _stem(name: str) -> str:
-    """Return the name of an index, file or numbered set without its ending, variant included."""
-    numbered = _NUMBERED.fullmatch(name)
-    if numbered:
-        return numbered[1] + numbered[4]
-    return name.removesuffix(INDEX_SUFFIX).removesuffix(SUFFIX)
-
-
-def _check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
-    """Reports missing files of a numbered set, which only an index would name."""
-    sets: dict[tuple[str, str, str], set[int]] = {}  # by stem, count and variant
-    for name in names:
-        numbered = _NUMBERED.fullmatch(name)
-        if numbered:
-            stem, number, count, variant = numbered.groups()
-            sets.setdefault((stem, count, variant), set()).add(int(number))
-    counts = sorted({count for _, count, _ in sets}, key=int)
-    if len(sets) > len({(stem, variant) for stem, _, variant in sets}):
-        on_error(
-            InvalidIndexError(
-                "the folder has no index and several numbered sets of files",
-                file=path,
-                expected="one set of each name",
-                found=f"sets of {' and of '.join(counts)} files",
-                hint="Remove the files of the set that is out of date.",
-            )
-        )
-    for (stem, count, variant), numbers in sets.items():
-        expected = range(1, int(count) + 1)  # however long, by the names of hostile files
-        missing = int(count) - sum(number in expected for number in numbers)
-        if missing:
-            absent = (f"{n:0{len(count)}}" for n in expected if n not in numbers)
-            shown = ", ".join(itertools.islice(absent, _MOST_FOUND))
-            shown += ", ..." if missing > _MOST_FOUND else ""
-            on_error(
-                InvalidIndexError(
-                    "the folder has no index and lacks files of a numbered set",
-                    file=path,
-                    expected=f"{int(count)} files {stem}-…-of-{count}{variant}{SUFFIX}",
-                    found=f"{missing:,} missing: numbers {shown}",
-                    hint="Complete the download, or give the path of one file.",
-                )
-            )
-
-
-def _index_name(names: Sequence[str], path: str) -> str | None:
-    if MAIN_INDEX in names:
-        return MAIN_INDEX
-    if _MODEL in names:  # which transformers, too, takes before another index
-        return None
-    if MANIFEST in names and any(map(is_piece_file, names)):
-        return None
-    files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
-    files = [name for name in files if not name.startswith(_BESIDE_A_MODEL)] or files
-    indices = [name for name in _without_variants(files) if name.endswith(INDEX_SUFFIX)]
-    if len(indices) > 1:
-        raise InvalidIndexError(
-            "the folder has several indices",
-            file=path,
-            expected=f"'{MAIN_INDEX}', or only one other",
-            found=listed(indices),
-            hint=f"Rename the one that counts to '{MAIN_INDEX}'.",
-        )
-    return indices[0] if indices else None
 
 
 def read_manifest(storage: Storage, file: str) -> Manifest:
