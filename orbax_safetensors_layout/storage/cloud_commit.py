@@ -99,7 +99,7 @@ class _BucketClaim:
 
     def take(self) -> None:
         self._renewed = time.monotonic()
-        self._renew()
+        self._write()
         names = self._list()
         now = self._storage.modified_seconds(self._file)
         others = [name for name in names if name != self._file]
@@ -130,10 +130,7 @@ class _BucketClaim:
         """Raises if another program has removed the claim, or may do so soon."""
         with self._lock:
             self.check()
-            self._storage.check_written(self._folder)
-            # A renewal that failed leaves nothing to compare the object with.
-            if self._file not in self._list():
-                raise not_alone(self._file)
+            self._check_there()
 
     def is_in_store(self) -> bool:
         """Whether no other program has taken this save for one of a dead process, or may soon."""
@@ -152,13 +149,17 @@ class _BucketClaim:
         while not self._released.wait(_RENEWAL_SECONDS) and self._age() < _DEAD_SECONDS:
             with self._lock, contextlib.suppress(SafetensorsLayoutError):  # `check` sees a failure
                 if not self._released.is_set():
-                    self._renew()
+                    self._check_there()  # else it would come back after its removal
+                    self._write()
+
+    def _check_there(self) -> None:
+        if self._file not in self._list():
+            raise not_alone(self._file)
 
     def _list(self) -> list[str]:
         return [join(self._folder, name) for name in self._storage.list(self._folder)]
 
-    def _renew(self) -> None:
-        self._storage.check_written(self._folder)  # else it would come back after its removal
+    def _write(self) -> None:
         begun = time.monotonic()
         write_file(self._storage, self._file, b"1", durable=False)
         if self._age() < _DEAD_SECONDS:  # else it may have been removed before it was written

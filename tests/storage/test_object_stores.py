@@ -590,16 +590,22 @@ def test_a_save_that_failed_after_a_renewal_did_removes_what_it_wrote(place, mon
 def test_a_claim_that_was_removed_is_not_renewed(place, monkeypatch):
     """As after a machine was suspended, whose clock stood still."""
     put, taken = obstore.put, []
+    is_out, removed = threading.Event(), threading.Event()
 
     def overtaken(client, key, data, **options):
-        if not key.endswith(".safetensors") or taken:
-            return put(client, key, data, **options)
-        taken.extend(name for name in place.names() if "claims" in name)
-        for name in taken:
-            place.delete(name)
-        osl.save(place.url, OTHER)
-        time.sleep(0.3)  # a claim is renewed meanwhile, if it is
-        raise obstore.exceptions.PermissionDeniedError("no")
+        if key.endswith(".safetensors") and not is_out.is_set():
+            is_out.set()
+            assert removed.wait(10)
+            osl.save(place.url, OTHER)
+            time.sleep(0.3)  # a claim is renewed meanwhile, if it is
+            raise obstore.exceptions.PermissionDeniedError("no")
+        result = put(client, key, data, **options)
+        if "claims" in key and is_out.is_set() and not removed.is_set():
+            taken.extend(name for name in place.names() if "claims" in name)
+            for name in taken:  # between two renewals, in the thread that renews
+                place.delete(name)
+            removed.set()
+        return result
 
     monkeypatch.setattr(cloud_commit, "_RENEWAL_SECONDS", 0.05)
     monkeypatch.setattr(obstore, "put", overtaken)
