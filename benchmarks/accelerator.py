@@ -13,7 +13,7 @@ Tasks: warm (files in the page cache), cold (not in it), save. The contenders:
     device_put   the limit of loads: `jax.device_put` of shards that are in memory already
     device_get   the limit of saves: the same arrays copied to the host, without a file
     ours         this package, with a memory budget of 256 MiB; saves are not flushed
-    registered   the same load with `register_memory=True`, which changes it on CUDA devices alone
+    unregistered the same load with `register_memory=False`, which changes it on CUDA devices alone
     load_file    `safetensors.numpy.load_file`, numpy on whole tensors, `jax.device_put`
     builtin      Orbax's own `SafetensorsLayout`
     ocdbt        Orbax's own format; saves are not flushed
@@ -43,7 +43,7 @@ from floors import Ratio, Verdict, problem_verdicts, ratio_verdicts
 from results import AcceleratorRow as Row, Cell, Cells, Report, ratio
 from tables import details, heading, promises, ratio_text, seconds_text, table
 
-LOADS = ("device_put", "ours", "registered", "load_file", "builtin", "ocdbt")
+LOADS = ("device_put", "ours", "unregistered", "load_file", "builtin", "ocdbt")
 SAVES = ("device_get", "ours", "ocdbt")
 CONTENDERS = tuple(dict.fromkeys(LOADS + SAVES))
 _CASE, _CHILD = "llama", "accelerator_child.py"

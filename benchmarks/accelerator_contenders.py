@@ -138,8 +138,8 @@ LOADS: Mapping[str, Callable[[Path, str, Abstract], Load]] = MappingProxyType(
     {
         "device_put": _device_put,
         "ours": _ours,
-        "registered": functools.partial(
-            _ours, options=dataclasses.replace(_READ, register_memory=True)
+        "unregistered": functools.partial(
+            _ours, options=dataclasses.replace(_READ, register_memory=False)
         ),
         "load_file": _load_file,
         "builtin": _plain(contenders.builtin),

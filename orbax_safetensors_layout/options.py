@@ -263,8 +263,8 @@ class ReadOptions(_CheckedOptions):
             array lives (replacing it by rename is safe), and numpy arrays are read-only.
         register_memory: Register host memory with the driver of CUDA devices before they transfer
             from it, by a function of JAX that is not documented, where all leaves are on such
-            devices and the version of JAX has been tried; elsewhere nothing changes. No program
-            that calls back into Python should run on the devices meanwhile.
+            devices and the version of JAX has been tried (0.11); elsewhere nothing changes. The
+            end of a registration waits for what is queued on the devices, and Python with it.
         verify: Compare with the checksums of a save with `WriteOptions(digests=True)`: the
             manifest, the index and every file that something is read of, wholly, so this suits
             loads of whole files. Nothing is mapped. A checkpoint without checksums is refused.
@@ -289,7 +289,7 @@ class ReadOptions(_CheckedOptions):
     replicated: Literal["auto", "each", "read_once"] = "auto"
     timeout_seconds: float = 1800.0
     mmap: bool = False
-    register_memory: bool = False
+    register_memory: bool = True
     verify: bool = False
     strict: bool = False
     progress: bool | Callable[[Progress], None] = False

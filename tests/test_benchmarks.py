@@ -30,8 +30,8 @@ def test_accelerator_check(tmp_path):
     assert [f"{row['way']}:{row['split']}:{row['task']}" for row in rows] == ROWS
     contenders = [[*row["cells"]] for row in rows]
     assert contenders == [
-        ["device_put", "ours", "registered", "load_file", "builtin", "ocdbt"],
-        ["device_put", "ours", "registered", "load_file"],
+        ["device_put", "ours", "unregistered", "load_file", "builtin", "ocdbt"],
+        ["device_put", "ours", "unregistered", "load_file"],
         ["device_get", "ours", "ocdbt"],
         ["device_get", "ours"],
     ]

@@ -14,7 +14,7 @@ import jax
 from orbax_safetensors_layout.runtime import Register
 
 _CHECKED = ((0, 7, 1), (0, 13))  # `batched_device_put` was the same in 0.7.1, 0.10.2 and 0.12.0.1
-_REGISTERS = ((0, 11), (0, 13))  # a client's `dma_map` was tried with 0.11.2
+_REGISTERS = ((0, 11), (0, 12))  # a client's `dma_map` was tried on a GPU with 0.11.2
 _PARAMETERS = ["aval", "sharding", "xs", "devices"]
 _ERRORS = {"DEADLINE_EXCEEDED": TimeoutError, "NOT_FOUND": KeyError, "UNAVAILABLE": ConnectionError}
 
@@ -40,11 +40,12 @@ def batched_device_put() -> Callable[..., jax.Array] | None:
 def host_registration(client: Any) -> Register | None:
     """Return what registers host memory with the client of GPUs; None for unchecked versions.
 
-    XLA copies other memory into memory of its own, in part to be locked first: 2.3 GB took 0.66 s
-    to load in place of 0.20, and 2.1 GB of the host in place of 0.8 (H200, jax 0.11.2). A transfer
+    XLA copies other memory into memory of its own, in part to be locked first: 2.3 GB took 0.60 s
+    to load in place of 0.21, and 0.8 GB of the host in place of 0.5 (H200, jax 0.11.2). A transfer
     holds the array until it has ended, so registered memory may be freed when nothing views it.
-    Not known: whether the end of a registration waits for what runs on the devices, as ROCm's does
-    (AMDGPU.jl#538), and keeps the interpreter's lock meanwhile.
+    The end of a registration waits for what is queued on the device, and keeps the interpreter's
+    lock meanwhile (0.19 s for 20 steps of 10 ms). A program that calls back does not need the lock
+    while it is on the device: 200 such ends beside three kinds of them took 4 ms at most.
     """
     if not _REGISTERS[0] <= jax.__version_info__ < _REGISTERS[1]:
         return None
