@@ -1,4 +1,4 @@
-"""Restores a Hugging Face checkpoint, as it is, through every Orbax API into sharded `jax.Array`s.
+"""Restores a Hugging Face checkpoint, as it is, through three Orbax APIs into sharded `jax.Array`s.
 
     python examples/quickstart.py           # makes a Llama-shaped checkpoint of 200 MB
     python examples/quickstart.py PATH      # a folder of safetensors files, or one file

@@ -91,7 +91,7 @@ def load(
     Args:
         path: A `.safetensors` file, or a folder of them with or without an index file; also as a
             `gs://`, `s3://`, `az://`, `hf://` or `https://` URL.
-        abstract: The tree to load; see `pytree.AbstractTree`. Where a leaf's dtype is not
+        abstract: The tree to load; see docs/trees.md. Where a leaf's dtype is not
             the file's, values are cast; a cast to integers that do not hold the values, or of a
             64-bit value that JAX cannot hold because x64 is off, is an error. Leaves that are jax
             arrays and name no sharding are replicated on all devices. Without a tree, what was
@@ -269,13 +269,15 @@ def _plan(
     leaves = resolve_leaves(sourced.leaves, shards, devices=devices)
     with frozen_heap():  # of what has come since the load began
         steps = steps_of(catalog, leaves, shards, options, exchange=exchange)
+    # Its end waits for what the devices have to do: here for gathers that others may never begin.
+    registers = options.register_memory and not any(step.stage for step in steps)
     reader = ArrayReader(
         storage=storage,
         profile=options.profile(storage.kind, sum(step.reads.needed_bytes for step in steps)),
         memory_budget_bytes=options.memory_budget_bytes,
         adopt=adopts(tree.parsed),
         mmap=options.mmap,
-        register=registration(tree.parsed) if options.register_memory else None,
+        register=registration(tree.parsed) if registers else None,
     )
 
     def planned(step: ExchangeStep) -> ReadPlan:

@@ -273,6 +273,7 @@ class ReadOptions(_CheckedOptions):
             tensors may be left.
         progress: False, True (a bar where stderr is a terminal and the `progress` extra is
             installed, else lines at intervals), or a callable that is given a `Progress`.
+        retries: How long failed requests are tried again; see `RetryPolicy`.
         cache: A folder of this host in which ranges of remote files are kept, checked by checksums,
             for the next load of the same version on any mesh; None keeps nothing. Local paths do
             without. It may be shared by processes, and removed at any moment.
@@ -390,7 +391,9 @@ class WriteOptions(_CheckedOptions):
         replicate_below_bytes: In layout `"sharded"` tensors up to this size are written by every
             process that holds a part, so that a restore on the same processes opens one file each.
         digests: Keep a checksum of every file beside them, for `verify`.
+        progress: As in `ReadOptions`.
         timeout_seconds: How long a process waits for the others at each step of a save.
+        retries: As in `ReadOptions`.
     """
 
     layout: Literal["hf", "sharded"] = "hf"
@@ -412,6 +415,11 @@ class WriteOptions(_CheckedOptions):
     retries: RetryPolicy = dataclasses.field(default_factory=RetryPolicy)
 
     @property
+    def stem(self) -> str:
+        """What files are called that a save replaces, or leaves beside it."""
+        return self.file_stem if self.layout == "hf" else "model"
+
+    @property
     def writers(self) -> int:
         """Threads that write: one a core that copies, two where they also wait for the disk."""
         return self.concurrency or min(8, max(2, os.cpu_count() or 1) * (2 if self.fsync else 1))
@@ -425,6 +433,7 @@ class ConvertOptions(_CheckedOptions):
         memory_budget_bytes: Host bytes that a conversion may hold, whatever the checkpoint's size.
             Arrays of an Orbax checkpoint that are larger than half of it pass through a temporary
             file beside the target.
+        dtype: Floating-point arrays are rounded to it; None keeps theirs.
         max_file_bytes: In format `"hf"` the most bytes of tensors in one file.
         metadata: `__metadata__` strings of safetensors files, besides the source's.
         use_ocdbt: In format `"orbax"` whether arrays are in OCDBT databases.
@@ -433,6 +442,7 @@ class ConvertOptions(_CheckedOptions):
         verify: Read back what was written, and compare every bit with what was read.
         progress: As in `ReadOptions`.
         code: As in `WriteOptions`, of what is beside the source, or of `config`.
+        timeout_seconds: How long a process of several waits for the others at each step.
         cache: As in `ReadOptions`, of a source of safetensors files.
         cache_bytes: As in `ReadOptions`.
     """

@@ -238,7 +238,7 @@ class PreparedSave:
                 group=group,
                 overwrite=overwrite,
                 sidecar_files=sidecar_files,
-                stem=self.options.file_stem,
+                stem=self.options.stem,
                 shared=[MANIFEST] * (self.manifest is not None) + [DIGESTS] * self.options.digests,
             ) as folder,
         ):

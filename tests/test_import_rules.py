@@ -373,6 +373,20 @@ def test_pure_folder_runs_without_jax_and_orbax(folder):
     )
 
 
+def test_what_a_version_of_orbax_lacks_is_no_riddle():
+    run_python(
+        "import sys\n"
+        "import orbax.checkpoint as ocp\n"
+        "del ocp._src.path.atomicity\n"
+        "sys.modules['orbax.checkpoint._src.path.atomicity'] = None\n"
+        f"import {PACKAGE} as osl\n"
+        "osl.load, osl.save\n"
+        "try:\n    osl.SafetensorsLayout\n"
+        "except ImportError as error:\n    assert 'Install 0.12.6' in str(error), error\n"
+        "else:\n    raise AssertionError\n"
+    )
+
+
 def test_the_command_line_starts_without_jax_and_orbax():
     run_python(
         "import sys\n"

@@ -6,23 +6,31 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-import orbax.checkpoint.experimental.v1 as ocp
-from orbax.checkpoint import checkpoint_args
-from orbax.checkpoint._src.futures import future, synchronization
-from orbax.checkpoint._src.handlers import composite_checkpoint_handler
-from orbax.checkpoint._src.metadata import tree as tree_module
-from orbax.checkpoint._src.path import async_path, atomicity
-from orbax.checkpoint.experimental.v1._src.context import context
-from orbax.checkpoint.experimental.v1._src.handlers import registration, resolution, types
-from orbax.checkpoint.experimental.v1._src.layout import (
-    checkpoint_layout,
-    orbax_layout,
-    registry,
-    safetensors_layout,
-)
-from orbax.checkpoint.experimental.v1._src.partial import saving as partial_saving
-from orbax.checkpoint.experimental.v1._src.path import async_utils
-from orbax.checkpoint.experimental.v1._src.saving import saving
+import orbax.checkpoint
+
+try:
+    import orbax.checkpoint.experimental.v1 as ocp
+    from orbax.checkpoint import checkpoint_args
+    from orbax.checkpoint._src.futures import future, synchronization
+    from orbax.checkpoint._src.handlers import composite_checkpoint_handler
+    from orbax.checkpoint._src.metadata import tree as tree_module
+    from orbax.checkpoint._src.path import async_path, atomicity
+    from orbax.checkpoint.experimental.v1._src.context import context
+    from orbax.checkpoint.experimental.v1._src.handlers import registration, resolution, types
+    from orbax.checkpoint.experimental.v1._src.layout import (
+        checkpoint_layout,
+        orbax_layout,
+        registry,
+        safetensors_layout,
+    )
+    from orbax.checkpoint.experimental.v1._src.partial import saving as partial_saving
+    from orbax.checkpoint.experimental.v1._src.path import async_utils
+    from orbax.checkpoint.experimental.v1._src.saving import saving
+except ImportError as error:
+    raise ImportError(
+        f"orbax-checkpoint {orbax.checkpoint.__version__} lacks what this package uses of it ({error})."
+        " Install 0.12.6 to 0.12.8, or a newer version of orbax-safetensors-layout."
+    ) from error
 
 ITEM_METADATA = orbax_layout.PYTREE_METADATA_FILE
 RESERVED = checkpoint_layout.RESERVED_CHECKPOINTABLE_KEYS

@@ -48,6 +48,7 @@ def replaced_files(storage: Storage, folder: str, stem: str) -> Callable[[str], 
     weights = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
     own = {name for name in weights if not is_beside(name, stem)}
     if stem == "model":
+        own = {name for name in own if stem_of(name).partition(".")[0] == stem} or own
         with contextlib.suppress(InvalidIndexError):  # else nothing there is a checkpoint
             own = _own_files(storage, folder, names)
     is_model_there = stem.startswith(_BESIDE_A_MODEL) and len(own) < len(weights)
@@ -79,6 +80,8 @@ def _own_files(storage: Storage, folder: str, names: list[str]) -> set[str]:
         weights = [name for name in names if name.endswith(SUFFIX)]
         model = files_of_model(weights)
         return pieces or {name for name in model if not name.startswith(_BESIDE_A_MODEL)}
+    if index.startswith(_BESIDE_A_MODEL):
+        return set()
     file = join(folder, index)
     data = read_file(storage, file, "the index", error=InvalidIndexError)
     return {index, *(name for name in parse_index(data, file=file).files if "/" not in name)}

@@ -14,7 +14,6 @@ import numpy as np
 
 from orbax_safetensors_layout.format import (
     MANIFEST,
-    NARROW_INTEGERS,
     NO_SAVE_ID,
     ONE_A_BYTE,
     ByteRange,
@@ -132,8 +131,7 @@ class FilesTarget:
     def write(self, regions: Sequence[LeafRegion], values: Sequence[np.ndarray]) -> None:
         for region, value in zip(regions, values, strict=True):
             dtype = self._dtypes[region.leaf.name]
-            stored = value.astype(dtype.numpy) if value.dtype.name in NARROW_INTEGERS else value
-            data = stored_bytes(stored, dtype)
+            data = stored_bytes(value, dtype)
             for name, start in self._places[region.leaf.name, region.box]:
                 self._file(name).write_at(start, [data])
                 if self.written is not None:

@@ -40,8 +40,14 @@ from orbax_safetensors_layout.format import (
     version_text,
 )
 from orbax_safetensors_layout.mapping import LiveTensors, Mapping, unapplied
-from orbax_safetensors_layout.options import PathLike, WriteOptions, given_or_default, require
-from orbax_safetensors_layout.runtime import ProcessGroup, Workers, frozen_heap
+from orbax_safetensors_layout.options import (
+    GIB,
+    PathLike,
+    WriteOptions,
+    given_or_default,
+    require,
+)
+from orbax_safetensors_layout.runtime import Budget, ProcessGroup, Workers, frozen_heap
 from orbax_safetensors_layout.save import PreparedSave, save_group
 from orbax_safetensors_layout.storage import (
     LocalStorage,
@@ -57,6 +63,7 @@ from orbax_safetensors_layout.writing import commit_when_complete
 from .updated_arrays import as_stored, bytes_of, check_shared, gathered
 from .versions import PublishedVersions, VersionChain
 
+_COMPARED_BYTES = 2 * GIB
 _WHOLE = "Publish versions whole, with whole_every=1."
 
 
@@ -296,6 +303,7 @@ def _publish_differences(
     owners = _owners(tensors, group.process_count)
     changed: dict[str, _Changed] = {}
     entries = catalog.all_entries()
+    budget = Budget(options.memory_budget_bytes or _COMPARED_BYTES)  # of tensors, new and old
 
     def compare(name: str, new: np.ndarray) -> None:
         entry = entries[name]
@@ -305,6 +313,7 @@ def _publish_differences(
         data = encoded_difference(old, new)
         if data is not None:
             changed[name] = _Changed(data, checksum(kind.checksum, new))
+        budget.release(2 * new.nbytes)
 
     with commit_when_complete(
         versions.storage, versions.path(number), group=group, overwrite=False, sidecar_files={}
@@ -322,6 +331,7 @@ def _publish_differences(
                         continue
                     try:
                         new = bytes_of(np.ascontiguousarray(as_stored(host)))
+                        budget.reserve(2 * new.nbytes, workers.progress)
                         workers.submit(compare, name, new)
                     except Exception as problem:
                         if group.process_count == 1:

@@ -26,6 +26,7 @@ from orbax_safetensors_layout.pytree import leaf_name
 from orbax_safetensors_layout.reading import values_on_all
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers, allocate
 from orbax_safetensors_layout.sharding import box_of
+from orbax_safetensors_layout.writing import values_on_host
 
 from .difference import Difference
 from .versioned_storage import put_together
@@ -215,10 +216,10 @@ def gathered(value: Any, group: ProcessGroup) -> np.ndarray:
     Raises:
         PeerError: Another process failed, or did not come.
     """
-    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+    if not isinstance(value, jax.Array):
         return np.asarray(value)
-    if value.is_fully_replicated:
-        return np.asarray(value.addressable_data(0))
+    if value.is_fully_addressable or value.is_fully_replicated:
+        return values_on_host(value)
     return values_on_all(value, group, "gathering tensors")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -54,7 +55,9 @@ class VersionedStorage(WrappedStorage):
     """A whole version's storage, with differences applied to the bytes of its tensors.
 
     A tensor that changed is read whole, put together and held against its checksum when any byte
-    of it is asked for: one difference is one compressed stream. The last ones are kept.
+    of it is asked for: one difference is one compressed stream. The last ones are kept; with those
+    that threads put together meanwhile, each beside a difference of its size, they take up to
+    `_KEPT_BYTES`, or what one of them does.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class VersionedStorage(WrappedStorage):
             self._in_file.setdefault(entry.file, []).append(entry)
         self._locks = {name: threading.Lock() for name in changed}
         self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
-        self._kept_bytes = 0
-        self._lock = threading.Lock()
+        self._kept_bytes = self._begun_bytes = 0
+        self._room = threading.Condition()
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
@@ -98,20 +101,40 @@ class VersionedStorage(WrappedStorage):
     def _values(self, entry: TensorEntry) -> np.ndarray:
         """Return the bytes of a tensor that changed."""
         with self._locks[entry.name]:
-            with self._lock:
+            with self._room:
                 if entry.name in self._kept:
                     self._kept.move_to_end(entry.name)
                     return self._kept[entry.name]
-            values = np.empty(entry.nbytes, np.uint8)
-            if entry.nbytes:
-                self._storage.read_into(entry.file, entry.start, [values.data])
-            put_together(entry.name, values, self._differences)
-            with self._lock:
+            with self._reserved(2 * entry.nbytes):
+                values = np.empty(entry.nbytes, np.uint8)
+                if entry.nbytes:
+                    self._storage.read_into(entry.file, entry.start, [values.data])
+                put_together(entry.name, values, self._differences)
+            with self._room:
                 self._kept[entry.name] = values
                 self._kept_bytes += values.nbytes
-                while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                    self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+                self._drop_kept(least=1)
             return values
+
+    @contextlib.contextmanager
+    def _reserved(self, nbytes: int) -> Iterator[None]:
+        """Waits for room for so many bytes, which are in use within the block."""
+        with self._room:
+            self._room.wait_for(
+                lambda: not self._begun_bytes or self._begun_bytes + nbytes <= _KEPT_BYTES
+            )
+            self._begun_bytes += nbytes
+            self._drop_kept(least=0)
+        try:
+            yield
+        finally:
+            with self._room:
+                self._begun_bytes -= nbytes
+                self._room.notify_all()
+
+    def _drop_kept(self, least: int) -> None:
+        while self._kept_bytes + self._begun_bytes > _KEPT_BYTES and len(self._kept) > least:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def version(self, file: str) -> str | None:
         version = super().version(file)

@@ -75,13 +75,15 @@ class GroupJob(NamedTuple):
         spans = [_span(part) for part in parts]
         has_gaps = any(a[1] < b[0] for a, b in itertools.pairwise(spans))
         staging = scratch.take(staged + (stop - start if has_gaps else 0))
-        stage_at = 0
+        stage_at, gap_at = 0, staged
         places: list[tuple[Bytes, int, int]] = []  # memory, and half-open bytes of it
         copies: list[tuple[Block, int]] = []
         position = start
         for part, (first, end) in zip(parts, spans, strict=True):
             if first > position:
-                places.append((staging, staged, staged + first - position))
+                # Each gap has a place of its own, as a cache keeps what is read there, too.
+                places.append((staging, gap_at, gap_at + first - position))
+                gap_at += first - position
             if isinstance(part, Block):
                 places.append((staging, stage_at, stage_at + end - first))
                 copies.append((part, stage_at))

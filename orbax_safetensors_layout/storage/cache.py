@@ -34,7 +34,6 @@ import hashlib
 import itertools
 import os
 import re
-import shutil
 import stat
 import struct
 import tempfile
@@ -58,7 +57,7 @@ _STRETCH_BYTES = 64 * _CUT_BYTES  # of a file, in one folder: looking for entrie
 _BLOCK_BYTES = 4 * KIB  # of most file systems
 _NOTE_BYTES = 512
 _END = struct.Struct("<8sI")
-_MARK = b"osl-cut1"
+_MARK = b"osl-cut2"
 _ENTRY = re.compile(r"(\d{1,19})-(\d{1,19})", re.A)
 _USAGE = "usage"
 _OWN = re.compile(
@@ -189,9 +188,16 @@ class RangeCache:
 
     def forget(self, content: str) -> bool:
         """Removes the ranges of a content; returns whether there were any."""
-        folder = self._folder(_hash(content))
-        held = os.path.isdir(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        key = self._folder(_hash(content))
+        held = os.path.isdir(key)
+        for folder, folders, names in os.walk(key):
+            folders[:] = self._own(folder, folders)
+            for name in self._own(folder, names):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
+        for folder, _, _ in os.walk(key, topdown=False):
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(folder)
         return held
 
     def get(self, name: str) -> str | None:

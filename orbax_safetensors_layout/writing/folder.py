@@ -220,7 +220,7 @@ class CheckpointFolder:
                 hint="All processes must write to one file system, or one bucket.",
             )
         for name in present:  # what an abandoned save left would pass for own
-            if name.startswith(".") or is_beside(name, self._options.file_stem):
+            if name.startswith(".") or is_beside(name, self._options.stem):
                 continue  # of others, where files appear in their place at once
             if appearance_rank(name) is not None and name not in own:
                 self.storage.remove(join(self.path, name))

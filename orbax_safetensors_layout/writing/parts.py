@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.format import PACKED, DType
+from orbax_safetensors_layout.format import NARROW_INTEGERS, PACKED, DType
 from orbax_safetensors_layout.geometry import pack_bits
 from orbax_safetensors_layout.mapping import assign
 from orbax_safetensors_layout.options import MIB
@@ -126,7 +126,12 @@ class PartBytes:
 
 
 def stored_bytes(values: np.ndarray, dtype: DType) -> Bytes:
-    """Return the bytes in a file of contiguous values, which have its dtype but for packing."""
+    """Return the bytes in a file of contiguous values, which have its dtype but for packing.
+
+    Integers narrower than a byte, whose upper bits say nothing, become whole ones.
+    """
+    if values.dtype.name in NARROW_INTEGERS:
+        values = values.astype(dtype.numpy)
     data = values.reshape(-1).view(np.uint8)
     return pack_bits(data, dtype.bits) if dtype.packed else data
 

@@ -78,8 +78,9 @@ class PreparedTree(NamedTuple):
             check_mapping(mapping)
             if any(dtype is not None for dtype in dtypes or ()):
                 raise InvalidArgumentError(
-                    "A save through a mapping has no dtypes of single leaves: leave out save_args,"
-                    " and give WriteOptions.dtype, or a mapping that casts."
+                    "A save through a mapping has no dtypes of single leaves: leave out save_args"
+                    " (in v1 the dtype of `context.array.saving`), and give WriteOptions.dtype, or"
+                    " a mapping that casts."
                 )
         if mapping is not None or options.quantize is not None:
             options = dataclasses.replace(options, dtype=None)

@@ -330,6 +330,16 @@ def test_a_load_of_parts_with_verify_looks_at_the_rest_of_their_files(tmp_path):
             osl.load(path, tree, options=verifying)
 
 
+def test_a_load_with_verify_through_what_lies_between(tmp_path):
+    rng = np.random.default_rng(0)
+    values = {name: rng.standard_normal((64, 64)).astype(np.float32) for name in "abcdefg"}
+    osl.save(tmp_path, values, options=osl.WriteOptions(digests=True))
+    options = osl.ReadOptions(verify=True)
+    loaded = osl.load(tmp_path, only=["b", "d", "f"], options=options)
+    for name, value in loaded.items():
+        np.testing.assert_array_equal(value, values[name])
+
+
 def test_verify_without_checksums_is_refused(tmp_path):
     with pytest.raises(osl.SafetensorsLayoutError, match=r"no checksums.*digests=True"):
         osl.load(saved(tmp_path), options=osl.ReadOptions(verify=True))

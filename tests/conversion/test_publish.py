@@ -29,7 +29,7 @@ from sampling import every
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
-from orbax_safetensors_layout.conversion import new_version
+from orbax_safetensors_layout.conversion import new_version, versioned_storage
 from orbax_safetensors_layout.conversion.versions import PublishedVersions
 from orbax_safetensors_layout.storage import open_storage
 
@@ -68,6 +68,67 @@ def test_each_version_is_pulled_as_arrays(published):
         assert pulled.version == number
         assert as_bytes(pulled.tree) == expected
     assert osl.pull(folder).version == 8
+
+
+class Together:
+    """Counts the calls of a function that are under way, and the most of them at once."""
+
+    def __init__(self, call):
+        self._call, self._lock = call, threading.Lock()
+        self._now = self.most = 0
+
+    def __call__(self, *arguments):
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        time.sleep(0.01)
+        try:
+            return self._call(*arguments)
+        finally:
+            with self._lock:
+                self._now -= 1
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_tensors_that_are_put_together_at_once_fit_the_bound(tmp_path, monkeypatch, least):
+    tree = {f"t{n}": np.arange(1000.0) + n for n in range(12)}
+    osl.publish(tmp_path, tree)
+    osl.publish(tmp_path, {name: value + 1 for name, value in tree.items()})
+    counted = Together(versioned_storage.put_together)
+    monkeypatch.setattr(versioned_storage, "put_together", counted)
+    monkeypatch.setattr(versioned_storage, "_KEPT_BYTES", least * 2 * tree["t0"].nbytes)
+    pulled = osl.pull(tmp_path, options=osl.ReadOptions(concurrency=8))
+    assert as_bytes(pulled.tree) == as_bytes({name: value + 1 for name, value in tree.items()})
+    assert counted.most <= least
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_tensors_that_are_compared_at_once_fit_the_budget(tmp_path, monkeypatch, least):
+    tree = {f"t{n}": np.arange(1000.0) + n for n in range(12)}
+    osl.publish(tmp_path, tree)
+    counted = Together(new_version.encoded_difference)
+    monkeypatch.setattr(new_version, "encoded_difference", counted)
+    after = {name: value + 1 for name, value in tree.items()}
+    budget = least * 2 * tree["t0"].nbytes
+    options = osl.WriteOptions(memory_budget_bytes=budget, concurrency=8)
+    osl.publish(tmp_path, after, options=options)
+    assert as_bytes(osl.pull(tmp_path).tree) == as_bytes(after)
+    assert counted.most <= least
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+def test_nothing_stays_with_arrays_that_were_published(tmp_path, spec):
+    sharding = NamedSharding(mesh_of(x=8), spec)
+    first = jax.device_put(np.arange(4096.0, dtype=np.float32).reshape(64, 64), sharding)
+    trees = [{"w": first}, {"w": first + 1}, {"w": first + 2}]
+    for tree in trees[:2]:
+        osl.publish(tmp_path, tree)
+    held = osl.pull(tmp_path, trees[0])
+    osl.publish(tmp_path, trees[2])
+    new = osl.pull(tmp_path, held)
+    for array in (*(tree["w"] for tree in trees), held.tree["w"]):
+        assert array._npy_value is None  # where JAX keeps a host copy (0.7 to 0.12)
+    assert as_bytes(new.tree) == as_bytes(trees[2])
 
 
 def test_versions_of_one_whole_one_are_told_apart(published):

@@ -114,6 +114,12 @@ def test_the_others_end_when_one_is_killed(path, where):
         assert seconds < PROMPT_SECONDS
 
 
+def test_memory_is_registered_where_nothing_is_exchanged(path):
+    """To end that waits for what the devices have to do, so for gathers that never end."""
+    seen = run_processes("registers.py", processes=2, devices=1, path=str(path))
+    assert seen == [[False, True]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "sizes", "budget", "every_pair"),

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -1207,6 +1208,34 @@ def test_a_model_is_saved_beside_an_adapter(tmp_path):
     osl.save(tmp_path, {"t": VALUE}, options=quick())
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"theirs"
     assert_same_bits(osl.load(tmp_path)["t"], VALUE)
+
+
+@pytest.mark.parametrize("stem", ["consolidated", "adapter_model"])
+def test_a_model_is_saved_beside_a_set_of_others_with_an_index(tmp_path, stem):
+    theirs = {f"{stem}-0000{n}-of-00002.safetensors": b"theirs" for n in (1, 2)}
+    theirs[f"{stem}.safetensors.index.json"] = json.dumps(
+        {"metadata": {}, "weight_map": {f"t{n}": name for n, name in enumerate(theirs)}}
+    ).encode()
+    for name, data in theirs.items():
+        (tmp_path / name).write_bytes(data)
+    osl.save(tmp_path, {"t": VALUE}, options=quick())
+    osl.save(tmp_path, {"t": VALUE + 1}, options=quick(), overwrite=True)
+    assert {name: (tmp_path / name).read_bytes() for name in theirs} == theirs
+    assert_same_bits(osl.load(tmp_path)["t"], VALUE + 1)
+
+
+def test_a_model_of_a_damaged_index_is_replaced_and_nothing_else(tmp_path):
+    osl.save(tmp_path, {"t": VALUE, "u": VALUE}, options=quick(max_file_bytes=VALUE.nbytes))
+    (tmp_path / "ema.safetensors").write_bytes(b"theirs")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:-9])
+    osl.save(tmp_path, {"t": VALUE + 1}, options=quick(), overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "model.safetensors",
+        MANIFEST,
+        "ema.safetensors",
+    }
+    assert_same_bits(osl.load(tmp_path)["t"], VALUE + 1)
 
 
 @pytest.mark.parametrize("step", [False, True])

@@ -504,6 +504,14 @@ def test_two_processes_compare_copies_that_neither_holds_both_of(tmp_path):
     assert_same_bits(stored["kv"], np.arange(6, dtype=np.float32).reshape(2, 3))
 
 
+def test_two_processes_save_integers_narrower_than_a_byte(tmp_path):
+    run_processes("save_mapped_narrow.py", processes=2, devices=2, target=str(tmp_path))
+    values = np.arange(-8, 8, dtype=np.int8).reshape(4, 4)
+    for dtype, expected in (("int4", values), ("int2", values.clip(-2, 1))):
+        assert_same_bits(opened(tmp_path / dtype)["t"], expected.T)
+        assert_same_bits(osl.load(tmp_path / dtype)["t"], expected.T)
+
+
 @pytest.mark.parametrize("dtype", sorted(NARROW_INTEGERS & ONE_A_BYTE.keys()))
 def test_integers_narrower_than_a_byte_are_saved_one_a_byte(tmp_path, dtype):
     dtype = np.dtype(getattr(ml_dtypes, dtype))

@@ -273,6 +273,20 @@ def test_a_part_is_fetched_once(remote, folder, cache):
     assert remote.fetched() == []
 
 
+def test_what_is_read_between_what_is_needed_is_kept_as_it_is(remote, tmp_path):
+    tensors = {name: checkpoints.random_tensor((64, 256), np.float32, ord(name)) for name in "abcdefg"}
+    remote.publish(checkpoints.save(tmp_path / "model", tensors))
+    every_other, part_first = [*"bdf"], tmp_path / "part first"
+    assert_same(load(remote, part_first, only=every_other), {n: tensors[n] for n in every_other})
+    assert_same(load(remote, part_first), tensors)
+    load(remote, tmp_path / "all first")
+    remote.fetched()
+    for only in (every_other, ["a", "c", "e", "g"], "*"):
+        loaded = load(remote, tmp_path / "all first", only=only)
+        assert_same(loaded, {name: tensors[name] for name in loaded})
+    assert remote.fetched() == []
+
+
 def test_versions_never_mix(remote, folder, other_folder, cache):
     remote.publish(folder)
     load(remote, cache, only=["model.layers.1.*", "large"])
@@ -864,6 +878,21 @@ def test_files_that_are_not_of_the_cache_stay(cache):
     assert ranges.read_into("g", 0, [memoryview(bytearray(MIB // 2))]) == []
     assert not [path for path in own if path.exists()]
     assert all(path.exists() for path in others)
+
+
+def test_what_is_forgotten_is_of_the_cache(cache):
+    ranges = RangeCache(CacheFolder(str(cache), PLENTY))
+    ranges.keep("f", 0, [memoryview(bytearray(MIB))])
+    (entry,) = entries(cache)
+    other = entry.parent.parent / "notes.txt"
+    other.write_text("mine")
+    assert ranges.forget("f")
+    assert other.read_text() == "mine"
+    assert not entry.parent.exists()
+    other.unlink()
+    assert ranges.forget("f")
+    assert not other.parent.exists()
+    assert not ranges.forget("f")
 
 
 def test_folders_are_the_owner_s_whatever_the_mask(web, cache):

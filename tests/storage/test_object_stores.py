@@ -725,6 +725,14 @@ def test_what_is_beside_a_model_is_not_replaced_with_it(place, layout):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+def test_pieces_have_names_of_their_own_whatever_the_stem(place, overwrite):
+    options = osl.WriteOptions(layout="sharded", file_stem="adapter_model")
+    for tree in (OLD, NEW) if overwrite else (NEW,):
+        osl.save(place.url, tree, options=options, overwrite=overwrite)
+        assert trees_equal(osl.load(place.url), tree)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
 def test_an_adapter_is_saved_beside_its_model(place, overwrite):
     osl.save(place.url, {"a": np.arange(3)})
     before = files_of(place)

@@ -60,7 +60,7 @@ def load(program):
     return runpy.run_path(program)["main"]
 
 
-def _run(main, arguments, setup):
+def _run(main, arguments, setup, others):
     if setup is None:
         main(**arguments)
         return
@@ -73,9 +73,11 @@ def _run(main, arguments, setup):
     if not setup["abrupt"]:
         threading._shutdown()
         atexit._run_exitfuncs()  # with JAX's farewell, in which processes wait for each other
+    elif others is not None:
+        os.read(others, 1)  # JAX ends processes that lose its coordinator, said or not
 
 
-def _fork(main, arguments, setup):
+def _fork(main, arguments, setup, first, pipe):
     global _report
     said, _report = os.pipe()
     errors = os.memfd_create("stderr")
@@ -85,8 +87,10 @@ def _fork(main, arguments, setup):
         os.close(said)
         os.dup2(errors, 1)
         os.dup2(errors, 2)
+        if first:
+            os.close(pipe[1])  # the others have it until they end
         try:
-            _run(main, arguments, setup)
+            _run(main, arguments, setup, pipe[0] if first else None)
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -100,8 +104,11 @@ def _fork(main, arguments, setup):
 def _serve(main, children, setups, after_seconds, together):
     results = [None] * len(children)
     running = {}
+    pipe = os.pipe()
     for number, arguments in enumerate(children):
-        running[number] = _fork(main, arguments, setups and setups[number])
+        running[number] = _fork(main, arguments, setups and setups[number], not number, pipe)
+    for end in pipe:
+        os.close(end)
     for _, said, _ in running.values():
         said.readline()  # it has begun
     started = time.monotonic()

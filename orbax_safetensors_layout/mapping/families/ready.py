@@ -121,7 +121,7 @@ def mapping(config: Config, **options: Unpack[Options]) -> Mapping:
     Args:
         config: The checkpoint's folder, its `config.json`, or the content of that as a dict;
             `model_type` chooses the family.
-        **options: See `Options`.
+        **options: See docs/families.md, "Options".
 
     Raises:
         MappingError: There is no ready mapping for the model, or a value is missing.
