@@ -58,7 +58,6 @@ from orbax_safetensors_layout.options import (
     ReadOptions,
     WriteOptions,
     given_or_default,
-    is_floating,
     require,
 )
 from orbax_safetensors_layout.plan import tensors_to_write
@@ -248,15 +247,15 @@ def convert(
             )
         else:
             sidecar_files = _sidecar_files(reader, config, code=options.code)
+            of_target = {array.name: array for array in arrays_in(target_tree)}
+            described: Mapping[str, Any] = of_target if quantize is None else expressions
             saved = {
-                array.name: SavedTensor(array.shape, _stored(array.dtype, options.dtype))
-                for array in arrays_in(target_tree)
+                name: SavedTensor.of(array, options.dtype) for name, array in described.items()
             }
             if dequantize is not None:
                 sidecar_files = plain_configurations(sidecar_files)
-            if quantize is None:
-                sidecar_files = described_files(sidecar_files, saved)
-            else:
+            sidecar_files = described_files(sidecar_files, saved)
+            if quantize is not None:
                 configured = functools.partial(quantize.configured, weights=expressions)
                 sidecar_files = configured_files(sidecar_files, folder, configured)
             identity = (reader.identity(), *arguments, options.dtype)
@@ -375,10 +374,6 @@ def _mapping(
     if inverse is None:
         inverse = mapping is not None and kind == "hf" and source_kind != "hf"
     return mapping, inverse
-
-
-def _stored(dtype: np.dtype[Any], asked: np.dtype[Any] | None) -> np.dtype[Any]:
-    return dtype if asked is None or not is_floating(dtype) else asked
 
 
 def _sidecar_files(

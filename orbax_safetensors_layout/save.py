@@ -201,9 +201,10 @@ class PreparedSave:
     def _tensors(self) -> dict[str, SavedTensor]:
         """Return what is in the files; of quantised weights what they are decoded to."""
         if self.mapped is not None:
-            quantizes = self.options.quantize is not None
-            exprs = self.mapped.plain if quantizes else self.mapped.expressions
-            return {name: SavedTensor(expr.shape, expr.dtype) for name, expr in exprs.items()}
+            exprs, dtype = self.mapped.expressions, None
+            if self.options.quantize is not None:
+                exprs, dtype = self.mapped.plain, self.options.dtype
+            return {name: SavedTensor.of(expr, dtype) for name, expr in exprs.items()}
         tensors = (leaf.tensor for leaf in self.plan.leaves)
         return {t.name: SavedTensor(t.shape, t.dtype.numpy) for t in tensors}
 

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 from orbax.checkpoint import future
 
+from orbax_safetensors_layout.format import MANIFEST
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
@@ -121,7 +122,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         if mapping is not None:  # which says what is cut or padded
             return load(abstract_tree_of(args))
         loose = not getattr(args, "strict", True)
-        return load_resized(directory, abstract_tree_of(args), load, options=options, loose=loose)
+        is_recorded = (ocp_v1.path.Path(directory) / MANIFEST).exists()
+        tree = abstract_tree_of(args, is_recorded=is_recorded)
+        return load_resized(directory, tree, load, options=options, loose=loose)
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
         """A `TreeMetadata`, which also serves as the tree to restore."""

@@ -23,7 +23,7 @@ from orbax_safetensors_layout.pytree import (
     abstract_array,
     dotted_name,
     prng,
-    unboxed_name,
+    unboxed_names,
 )
 
 from .metadata import CheckpointMetadata, HostArrayMetadata, StoredArray
@@ -45,12 +45,13 @@ def leaf_dtypes(args: Any) -> Sequence[Any] | None:
     return [getattr(leaf, "dtype", None) for leaf in leaves]
 
 
-def abstract_tree_of(args: Any) -> Any:
+def abstract_tree_of(args: Any, *, is_recorded: bool = False) -> Any:
     """The tree to load, `restore_args` over `item`; None asks for everything.
 
     As with Orbax's handlers, arrays without a sharding, and leaves with `ocp.RestoreArgs()` alone,
     come back as they were saved, with `fallback_sharding` for a sharding that is not to be had;
-    and so do typed PRNG keys where the item has their data.
+    and so do typed PRNG keys where the item has their data. `is_recorded` says whether the
+    checkpoint tells how its leaves were saved; of others the item says more.
     """
     for name in ("transforms", "legacy_transform_fn"):
         if getattr(args, name, None) is not None:
@@ -63,7 +64,8 @@ def abstract_tree_of(args: Any) -> Any:
     if overrides is None and isinstance(args, ocp.args.PyTreeRestore):
         overrides = jax.tree.map(lambda _: ocp.RestoreArgs(), item)
     if overrides is not None:
-        item = _override(item, overrides, partial=getattr(args, "partial_restore", False))
+        partial = getattr(args, "partial_restore", False)
+        item = _override(item, overrides, partial=partial, is_recorded=is_recorded)
     fallback = getattr(args, "fallback_sharding", None)
     layouts = getattr(args, "support_layout", False)
     return jax.tree.map(lambda leaf: _place(leaf, fallback, layouts), item)
@@ -129,10 +131,10 @@ def _described(leaf: Any) -> Any:
     return abstract_array(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _override(item: Any, overrides: Any, *, partial: bool) -> Any:
+def _override(item: Any, overrides: Any, *, partial: bool, is_recorded: bool) -> Any:
     by_name = {dotted_name(path): args for path, args in tree_flatten_with_path(overrides)[0]}
     merged = tree_map_with_path(
-        lambda path, leaf: _merge(leaf, by_name.pop(dotted_name(path), None)),
+        lambda path, leaf: _merge(leaf, by_name.pop(dotted_name(path), None), is_recorded),
         overrides if item is None else item,
     )
     if by_name and not partial:
@@ -144,8 +146,12 @@ def _override(item: Any, overrides: Any, *, partial: bool) -> Any:
     return merged
 
 
-def _merge(leaf: Any, args: Any) -> Any:
-    """One leaf with its `RestoreArgs`; what they leave open is the leaf's."""
+def _merge(leaf: Any, args: Any, is_recorded: bool) -> Any:
+    """One leaf with its `RestoreArgs`; what they leave open is the leaf's.
+
+    Or, as with Orbax, what was saved: where they are for arrays and not strict; where they are for
+    no kind of leaf, or for numpy arrays, if that `is_recorded`. Then a leaf's sharding alone counts.
+    """
     if leaf is ... or args is None:
         return leaf
     if not hasattr(args, "restore_type"):
@@ -153,21 +159,25 @@ def _merge(leaf: Any, args: Any) -> Any:
     kind = args.restore_type
     if kind is type(...):
         return ...
+    is_array, is_key = _is_array_like(leaf), prng.is_key(leaf)
+    is_open = not args.strict if hasattr(args, "strict") else is_recorded and not is_key
     if kind is None:
         if isinstance(leaf, bool | int | float) and not isinstance(leaf, np.generic):
             return args  # Orbax's users put a number where only the structure matters
-        if args.dtype is None or not _is_array_like(leaf):
+        if not is_array or (args.dtype is None and not is_open):
             return leaf
+        if is_open and getattr(leaf, "sharding", None) is None:
+            return args
         kind = jax.Array if hasattr(leaf, "sharding") else np.ndarray
     shape = getattr(args, "global_shape", None)
     dtype = args.dtype
     sharding = getattr(args, "sharding", None)
     if sharding is None and getattr(args, "mesh", None) is not None:
         sharding = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
-    if _is_array_like(leaf):
-        if prng.is_key(leaf):  # Orbax's arguments describe their data, and ask for no other dtype
+    if is_array:
+        if is_key:  # Orbax's arguments describe their data, and ask for no other dtype
             shape, dtype = None, leaf.dtype
-        else:
+        elif not is_open:
             shape = leaf.shape if shape is None else shape
             dtype = leaf.dtype if dtype is None else dtype
         sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
@@ -214,7 +224,7 @@ def load_resized(
 ) -> Any:
     """Loads a tree; `jax.Array`s are cut or filled up with zeros if `strict=False`, or `loose`."""
     pairs, treedef = tree_flatten_with_path(abstract)
-    leaves = [leaf for _, leaf in pairs]
+    leaves, unboxed = [leaf for _, leaf in pairs], unboxed_names([path for path, _ in pairs])
     numbers = [n for n, leaf in enumerate(leaves) if loose or not getattr(leaf, "strict", True)]
     if not numbers:
         return load_others(abstract)
@@ -224,7 +234,7 @@ def load_resized(
     for number in numbers:
         key_path, leaf = pairs[number]
         name = dotted_name(key_path)
-        name = name if name in stored else unboxed_name(key_path) or name
+        name = name if name in stored else unboxed[number] or name
         array = stored.get(name)
         shape: Any = getattr(leaf, "global_shape", None) or getattr(leaf, "shape", None)
         if not isinstance(array, StoredArray) or not _is_resizable(leaf, array, shape):

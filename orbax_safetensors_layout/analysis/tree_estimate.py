@@ -28,7 +28,7 @@ from orbax_safetensors_layout.plan import (
 from orbax_safetensors_layout.pytree import (
     AbstractTree,
     abstract_array,
-    leaf_name,
+    dotted_names,
     prng,
 )
 from orbax_safetensors_layout.runtime import frozen_heap
@@ -55,6 +55,7 @@ class _Leaf(NamedTuple):
     dtype: np.dtype
     spec: Spec
     placed: Placed | None
+    is_host: bool = False  # a numpy array, which each process has whole
 
     def shard_bytes(self, mesh: MeshShape) -> int:
         elements = math.prod(self.shape) // math.prod(map(mesh.ways, self.spec))
@@ -97,7 +98,7 @@ def plan_tree(
         costs=tuple(costs),
         process_parameters=tuple(held),
         leaf_costs=tuple(worst.values()),
-        shards=tuple((leaf.name, leaf.shard_bytes(mesh)) for leaf in leaves),
+        shards=tuple((leaf.name, leaf.shard_bytes(mesh)) for leaf in leaves if not leaf.is_host),
         leaves=tuple(_as_tensors(leaves)),
         placed=tuple(leaf.placed for leaf in leaves if leaf.placed is not None),
     )
@@ -118,13 +119,18 @@ def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[
     leaves, structs = [], []
     shared = functools.cache(functools.partial(abstract_sharding, mesh))
 
-    for path, leaf in pairs:
-        name = leaf_name(path)
+    names = dotted_names([path for path, _ in pairs])
+    for name, (_, leaf) in zip(names, pairs, strict=True):
         shape = getattr(leaf, "shape", None)
         if shape is None:  # a value that every process reads for itself
             structs.append(leaf)
             continue
-        sharding = getattr(leaf, "sharding", None)
+        if not hasattr(leaf, "sharding"):
+            structs.append(leaf)
+            nowhere: Spec = ((),) * len(shape)
+            leaves.append(_Leaf(name, tuple(shape), np.dtype(leaf.dtype), nowhere, None, True))
+            continue
+        sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
             spec, placed = spec_of(sharding), None
             if dict(sharding.mesh.shape) != dict(mesh.axes):
@@ -146,7 +152,7 @@ def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[
 def _as_tensors(leaves: Sequence[_Leaf]) -> Iterator[ClusterTensor]:
     """Yields the leaves as if each were a tensor of one file."""
     start = 0
-    for name, shape, values, spec, _ in leaves:
+    for name, shape, values, spec, *_ in leaves:
         size = math.prod(shape)
         dtype = storage_dtype(values, size, tensor=name)
         stop = start + size * dtype.bits // 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from orbax_safetensors_layout.catalog import (
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
+    InvalidManifestError,
     SafetensorsLayoutError,
 )
 from orbax_safetensors_layout.format import (
@@ -47,10 +49,11 @@ from orbax_safetensors_layout.reading import (
     read_digests,
 )
 from orbax_safetensors_layout.runtime import ProgressReport, progress_callback
-from orbax_safetensors_layout.storage import Storage, join, open_storage
+from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
 
 from .report import Finding, Report
 
+_ITEM_METADATA = "_METADATA"  # that Orbax knows a tree by
 _MOST_FINDINGS = 10_000  # of one kind; a header of 100 MB can have two million malformed entries
 
 
@@ -165,6 +168,8 @@ class StructureCheck:
         if manifest is None and discovery.manifest_file is not None:
             with self._reporting("manifest"):
                 manifest = read_manifest(self.storage, discovery.manifest_file)
+        if discovery.manifest_file is None and self._names_manifest():
+            self._error("manifest", f"{MANIFEST} is missing, which {_ITEM_METADATA} names")
         self._check_values({} if manifest is None else manifest.dtypes_in_files())
         if discovery.weights is not None:
             self._check_index(discovery.weights)
@@ -233,6 +238,20 @@ class StructureCheck:
         names = [] if self.storage.is_file(self.path) else self.storage.list(self.path)
         files = [join(self.path, name) for name in names if name.endswith(SUFFIX)]
         return Discovery(self.path, files)
+
+    def _names_manifest(self) -> bool:
+        """Whether metadata of an item of Orbax say that it was saved with a manifest."""
+        if self.storage.is_file(self.path):
+            return False
+        if not self.storage.existing(self.path, [_ITEM_METADATA]):
+            return False
+        file = join(self.path, _ITEM_METADATA)
+        with self._reporting("manifest"):
+            data = read_file(self.storage, file, "the item's metadata", error=InvalidManifestError)
+            with contextlib.suppress(ValueError):  # of others
+                metadata = json.loads(data)
+                return isinstance(metadata, dict) and MANIFEST in metadata
+        return False
 
     def _error(self, kind: str, problem: object) -> None:
         self._counts[kind] += 1

@@ -41,7 +41,7 @@ from orbax_safetensors_layout.options import (
     given_or_default,
     require,
 )
-from orbax_safetensors_layout.pytree import leaf_name
+from orbax_safetensors_layout.pytree import dotted_names
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.storage import (
@@ -182,8 +182,8 @@ def _form(tree: Any, mapping: Mapping | None) -> str:
     """Return a digest of what the leaves of a tree are made of."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = [
-        (leaf_name(path), str(getattr(leaf, "dtype", "")), getattr(leaf, "shape", ()))
-        for path, leaf in paths
+        (name, str(getattr(leaf, "dtype", "")), getattr(leaf, "shape", ()))
+        for name, (_, leaf) in zip(dotted_names([path for path, _ in paths]), paths, strict=True)
     ]
     made_of = mapping and fingerprint(mapping)
     return hashlib.sha256(repr((made_of, names)).encode()).hexdigest()

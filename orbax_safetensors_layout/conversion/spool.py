@@ -77,7 +77,7 @@ def _scan(arrays: ReadableArrays, leaf: TargetArray, block_bytes: int) -> None:
     nodes = [] if isinstance(leaf.made_of, str) else leaf.made_of.nodes()
     for operand, decoder in unseen_inputs(nodes):
         whole = TargetArray(leaf.name, operand.shape, operand.dtype, "jax", operand)
-        boxes = row_blocks(whole.shape, 8 * whole.dtype.itemsize, block_bytes)
+        boxes = row_blocks(whole.shape, 8 * whole.dtype.itemsize, block_bytes, whole=True)
         for batch in region_batches((LeafRegion(whole, box) for box in boxes), block_bytes):
             for region, values in zip(batch, arrays.read(batch, block_bytes), strict=True):
                 decoder.scan(region.box.start[0], values)

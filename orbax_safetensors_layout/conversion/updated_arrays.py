@@ -22,7 +22,7 @@ from orbax_safetensors_layout.mapping import (
     unapplied,
 )
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.pytree import leaf_name
+from orbax_safetensors_layout.pytree import dotted_names
 from orbax_safetensors_layout.reading import values_on_all
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers, allocate
 from orbax_safetensors_layout.sharding import box_of
@@ -54,7 +54,8 @@ def updated(
         MismatchError: A leaf is not an array.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {leaf_name(path): leaf for path, leaf in paths}
+    names = dotted_names([path for path, _ in paths])
+    leaves = {name: leaf for name, (_, leaf) in zip(names, paths, strict=True)}
     shared = shared_buffers(filter(_is_numbers, leaves.values())) if donate else frozenset()
     changed = {name for difference in differences for name in difference.entries}
     parts: list[LiveTensors] | list[_LeafAsTensor]
@@ -143,7 +144,8 @@ def are_published(tree: Any, mapping: Mapping | None, published: TensorSpecs) ->
     of, `updated` says so.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {leaf_name(path): leaf for path, leaf in paths if leaf is not ...}
+    names = dotted_names([path for path, _ in paths])
+    leaves = {n: leaf for n, (_, leaf) in zip(names, paths, strict=True) if leaf is not ...}
     if mapping is None:
         return all(
             name in published and (not _is_numbers(leaf) or _spec_of(leaf) == published[name])

@@ -91,7 +91,7 @@ def leaves(node: Node) -> Iterator[Leaf]:
 
 
 def leaf_names(node: Node) -> Iterator[tuple[str, Leaf]]:
-    """Yields leaves with their dotted names, to which a box adds nothing (`unboxed_name`)."""
+    """Yields leaves with their dotted names, to which a box adds nothing (`unboxed_names`)."""
     stack: list[tuple[str | None, Node]] = [(None, node)]
     while stack:
         name, top = stack.pop()

@@ -268,11 +268,15 @@ def chunk_parts(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
         yield Box(tuple(low for low, _ in part), tuple(high for _, high in part))
 
 
-def row_blocks(shape: tuple[int, ...], bits: int, most_bytes: int, group: int = 1) -> Iterator[Box]:
+def row_blocks(
+    shape: tuple[int, ...], bits: int, most_bytes: int, group: int = 1, *, whole: bool = False
+) -> Iterator[Box]:
     """Yields boxes of up to `most_bytes`, or a row, that are contiguous in a row-major array.
 
-    The number of elements, of `bits` each, before a box is a multiple of `group`.
+    The number of elements, of `bits` each, before a box is a multiple of `group`. They are `whole`
+    along all axes but the first, or may be parts of what is large.
     """
     if 0 not in shape:
-        slabs = Tile.alone(Box.whole(shape)).slabs(max(1, most_bytes * 8 // bits), group)
+        least = math.prod(shape[1:]) if whole else 1
+        slabs = Tile.alone(Box.whole(shape)).slabs(max(least, most_bytes * 8 // bits), group)
         yield from (slab.box for slab in slabs)

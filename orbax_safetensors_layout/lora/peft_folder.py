@@ -217,6 +217,13 @@ class PeftFolder:
             first, outputs = half * outputs // 2, outputs // (2 if half >= 0 else 1)
             first = max(first, 0)
             _check(shape == (outputs, *inputs) and expert < experts, "outputs or inputs differ")
+            is_square = inputs == b.shape[:1]  # as PEFT sees all experts in one tensor
+            if is_square and is_transposed is not None and is_transposed(module, True):
+                raise MappingError(
+                    f"experts of {module.name!r} that are stored each by itself are [out, in]",
+                    hint="Merge an adapter of [in, out] (by PEFT before 0.19) into a base that has"
+                    " them in one tensor.",
+                )
             return LowRank(
                 self, a.name, b.name, scale, dtype, shape,
                 experts=experts, expert=expert, first=first,

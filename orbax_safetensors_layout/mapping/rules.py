@@ -358,8 +358,8 @@ class InverseMapping:
                     inferred[name] = first.join(name, shape)
             except MappingError as error:
                 problems += within(error, f"leaf {leaf!r}", f"rule {rule.target!r}").problems
-        if not problems and files is None and self.mapping.strict:
-            problems += self._absent(targets, inferred, is_part=is_part)
+        if not problems and files is None:
+            problems += self._absent(targets, inferred, shapes, is_part=is_part)
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             refusal = mapping_error("The mapping cannot save", problems, names)
@@ -377,28 +377,34 @@ class InverseMapping:
         self,
         targets: Sequence[RuleTarget],
         inferred: Dict[str, InferredTensor],
+        leaves: LeafShapes,
         *,
         is_part: bool,
     ) -> Iterator[Problem]:
         """Yields problems of rules without a leaf, whose tensors no other leaf gives whole.
 
-        In a part of a model tensors may be absent, but not parts of them.
+        In a part of a model, and in one that need not be whole, tensors may be absent, but not
+        parts of them.
         """
         used = {id(target.rule) for target in targets}
         saved = NameTree(inferred)
+        in_part = NameTree(
+            name for name, t in inferred.items() if not all(extent.exact for extent in t.shape)
+        )
+        may_lack = is_part or not self.mapping.strict
         for rule in self.mapping.rules:
-            if id(rule) in used or rule.optional or rule.expr is None or rule.tied_to is not None:
+            if rule.optional or rule.expr is None or rule.tied_to is not None:
                 continue
             for name in rule.patterns():
-                given = [inferred[tensor].shape for tensor, _ in saved.match(name)]
-                if not given and is_part:
+                targets_in_part = (substitute(rule.target, c) for _, c in in_part.match(name))
+                target = next((leaf for leaf in targets_in_part if leaf not in leaves), None)
+                if id(rule) in used and (target is None or "{" in target):
                     continue
-                if given and all(extent.exact for shape in given for extent in shape):
+                if target is None and (may_lack or any(saved.match(name))):
                     continue
-                lack = "a part of " if given else ""
-                text = (
-                    f"there is no leaf {rule.target!r}, so what is saved would lack {lack}{name!r}"
-                )
+                lack = "" if target is None else "a part of "
+                absent = target or rule.target
+                text = f"there is no leaf {absent!r}, so what is saved would lack {lack}{name!r}"
                 hint = "Give the leaf, or say rule(..., optional=True)."
                 yield Problem(text, f"rule {rule.target!r}", hint=hint)
                 break

@@ -12,5 +12,5 @@ from .abstract import (
     in_host_memory,
     leaf_shapes,
 )
-from .keys import dotted_name, leaf_name, nested_dicts, unboxed_name
+from .keys import dotted_name, dotted_names, nested_dicts, unboxed_names
 from .treedef import decode_treedef, encode_treedef

@@ -16,7 +16,7 @@ from orbax_safetensors_layout.errors import DtypeMismatchError
 from orbax_safetensors_layout.sharding import Placement, is_abstract
 
 from . import prng
-from .keys import dotted_name, leaf_name, nested_dicts, unboxed_name
+from .keys import dotted_name, dotted_names, nested_dicts, unboxed_names
 
 abstract_array: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
@@ -75,14 +75,18 @@ class AbstractTree(NamedTuple):
         if isinstance(abstract, cls):
             return abstract
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-        parsed = [None if leaf is ... else _parse_leaf(path, leaf) for path, leaf in paths]
+        unboxed = unboxed_names([path for path, _ in paths])
+        parsed = [
+            None if leaf is ... else _parse_leaf(dotted_name(path), name, leaf)
+            for name, (path, leaf) in zip(unboxed, paths, strict=True)
+        ]
         plain = {leaf.name for leaf in parsed if leaf is not None and leaf.unboxed is None}
         for number, leaf in enumerate(parsed):  # a box's "a.value" may be the name of another leaf
             if leaf is not None and leaf.unboxed is not None and leaf.name in plain:
                 parsed[number] = leaf._replace(name=leaf.unboxed)
-        left_out = [path for path, leaf in paths if leaf is ...]
-        skipped = {leaf_name(path) for path in left_out}
-        skipped |= {dotted_name(path) for path in left_out}
+        left_out = [(name, path) for name, (path, leaf) in zip(unboxed, paths) if leaf is ...]
+        skipped = {name for name, _ in left_out if name}
+        skipped |= {dotted_name(path) for _, path in left_out}
         build = functools.partial(jax.tree_util.tree_unflatten, treedef)
         return cls([leaf for _, leaf in paths], parsed, skipped, build)
 
@@ -105,7 +109,8 @@ def abstract_dicts(specs: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str
 def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...] | None]:
     """Return the shape of each leaf of a tree by name, as loading names it; None without one."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {leaf_name(key): getattr(x, "shape", None) for key, x in leaves}
+    names = dotted_names([path for path, _ in leaves])
+    return {name: getattr(x, "shape", None) for name, (_, x) in zip(names, leaves, strict=True)}
 
 
 def _replicated_everywhere() -> NamedSharding:
@@ -113,8 +118,7 @@ def _replicated_everywhere() -> NamedSharding:
     return NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), spec)
 
 
-def _parse_leaf(path: Sequence[Any], leaf: Any) -> AbstractLeaf:
-    name, unboxed = dotted_name(path), unboxed_name(path)
+def _parse_leaf(name: str, unboxed: str | None, leaf: Any) -> AbstractLeaf:
     kind = leaf if isinstance(leaf, type) else type(leaf)
     if issubclass(kind, _SCALARS) and not issubclass(kind, np.generic):
         return AbstractLeaf(name, unboxed, (), scalar=kind)

@@ -35,12 +35,28 @@ def nested_dicts(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def unboxed_name(path: Sequence[object]) -> str | None:
-    """Return the name of a leaf without its flax box (`nnx.Variable`); None where it has none."""
-    is_boxed = len(path) > 1 and getattr(path[-1], "name", None) == "value"
-    return dotted_name(path[:-1]) if is_boxed else None
+def unboxed_names(paths: Sequence[Sequence[object]]) -> list[str | None]:
+    """Return the names of a tree's leaves without their flax boxes; None for one that has none.
+
+    A box (`nnx.Variable`) has one leaf, its `value`; other nodes may have a `value` among others.
+    """
+
+    def is_below(number: int, node: Sequence[object]) -> bool:
+        return number < len(paths) and [*paths[number][: len(node)]] == [*node]
+
+    names: list[str | None] = []
+    for number, path in enumerate(paths):
+        is_boxed = len(path) > 1 and getattr(path[-1], "name", None) == "value"
+        if is_boxed:  # leaves of a node follow each other
+            node = path[:-1]
+            is_boxed = not (number and is_below(number - 1, node)) and not is_below(number + 1, node)
+        names.append(dotted_name(path[:-1]) if is_boxed else None)
+    return names
 
 
-def leaf_name(path: Sequence[object]) -> str:
-    """Return the dotted name of a leaf; a flax box adds nothing to it."""
-    return unboxed_name(path) or dotted_name(path)
+def dotted_names(paths: Sequence[Sequence[object]]) -> list[str]:
+    """Return the dotted names of a tree's leaves, to which a flax box adds nothing."""
+    return [
+        unboxed or dotted_name(path)
+        for path, unboxed in zip(paths, unboxed_names(paths), strict=True)
+    ]

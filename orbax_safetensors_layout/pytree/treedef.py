@@ -99,7 +99,7 @@ def _is_namedtuple(value: Any, entries: list[tuple[Any, Any]]) -> bool:
 
 
 def _is_box(value: Any, entries: list[tuple[Any, Any]]) -> bool:
-    """Whether `unboxed_name` looks through a node."""
+    """Whether `unboxed_names` looks through a node."""
     return (
         len(entries) == 1
         and getattr(entries[0][0], "name", None) == "value"

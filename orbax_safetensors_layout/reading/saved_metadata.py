@@ -97,7 +97,9 @@ class SavedMetadata:
     def _completed(self, abstract: AbstractLeaf, leaf: TensorLeaf) -> AbstractLeaf:
         """Return an abstract array as it was saved, where the caller leaves that open."""
         if abstract.as_saved and leaf.kind in _HOST_KINDS:
-            abstract = abstract._replace(placement=None)
+            is_scalar = leaf.kind == "numpy_scalar" and abstract.shape is None
+            scalar = np.generic if is_scalar else abstract.scalar
+            abstract = abstract._replace(placement=None, scalar=scalar)
         elif not abstract.is_placed:
             abstract = abstract._replace(placement=self._placement(leaf) or abstract.placement)
         if leaf.key_impl is not None and abstract.key_impl not in (None, leaf.key_impl):

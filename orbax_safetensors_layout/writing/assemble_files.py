@@ -145,6 +145,7 @@ def _scan_stored(
             source.shape,
             source.dtype.itemsize * 8,
             most if _in_rows(source) else source.nbytes,
+            whole=True,
         )
     ]
 
@@ -288,7 +289,7 @@ def write_mapped(
     def scan_all(name: str, operand: BoundExpr, decoder: Scanning) -> None:
         jobs = []
         for box in row_blocks(
-            operand.shape, 8 * operand.dtype.itemsize, min(_ROWS_BYTES, most_bytes)
+            operand.shape, 8 * operand.dtype.itemsize, min(_ROWS_BYTES, most_bytes), whole=True
         ):
             region, nbytes = reads(operand, box), box.size * operand.dtype.itemsize
             begin(region, nbytes)

@@ -36,9 +36,14 @@ _CARD = "README.md"
 # Of the text model, not of a vision or draft model; the first is as long as the vocabulary, the
 # second may have rows besides.
 _VOCABULARIES = [
-    re.compile(rf"((language_model|text_model|model|decoder)\.)*{name}\.weight")
+    re.compile(rf"((language_model|text_model|model|decoder|thinker)\.)*{name}\.weight")
     for name in ("lm_head", "embed_tokens")
 ]
+# All tables of tokens, of which a model may have several of different sizes.
+_TABLE = re.compile(
+    r"(.*\.)?(lm_head|embed_tokens|embed_in|embed_out|wte|shared|word_embeddings|tok_embeddings)"
+    r"\.weight"
+)
 _MOST_BYTES = 512 * MIB  # of a side file: the largest tokenizers have some 30 MB
 # Integers that models have beside their weights.
 _BUFFER = re.compile(r"(ids|index|mask|bias|tracked)$")
@@ -108,6 +113,12 @@ class SavedTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, array: Any, asked: np.dtype[Any] | None) -> SavedTensor:
+        """Return what an array becomes where floating-point ones are written in a dtype."""
+        is_cast = asked is not None and is_floating(array.dtype)
+        return cls(array.shape, asked if is_cast else array.dtype)
 
 
 def read_sidecar_files(
@@ -273,7 +284,7 @@ def described_files(
 
     Only what it says already is changed: `dtype` (before transformers 5 `torch_dtype`) to that of
     most bytes of floating-point matrices of 16 bits or more, `vocab_size` to the rows of
-    `lm_head.weight`, or else of `embed_tokens.weight`. What files say of a quantisation goes if no
+    `lm_head.weight`, or else of `embed_tokens.weight`, if no table has its rows. What files say of a quantisation goes if no
     tensor is quantised; else the dtype stays, which is that of what is not quantised.
     """
     if names := _named_code(files) - files.keys():
@@ -296,15 +307,25 @@ def described_files(
         if len(rows) == 1:
             said["vocab_size"] = rows[0]
             break
+    tables = {tensor.shape[0] for name, tensor in tensors.items() if _TABLE.fullmatch(name)}
     is_changed = False
-    inner = config.get("text_config")
-    for section in (config, inner if isinstance(inner, dict) else {}):
+    for section in _sections(config):
         for key in said:
+            if key == "vocab_size" and section.get(key) in tables:
+                continue
             if section.get(key) not in (None, said[key]):
                 section[key], is_changed = said[key], True
     if not is_changed:
         return dict(files)
     return {**files, _CONFIG: json.dumps(config, indent=2).encode() + b"\n"}
+
+
+def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields a configuration, and those of its text models."""
+    yield config
+    for name in ("text_config", "thinker_config"):
+        if isinstance(inner := config.get(name), dict):
+            yield from _sections(inner)
 
 
 def _named_code(files: Mapping[str, bytes]) -> set[str]:

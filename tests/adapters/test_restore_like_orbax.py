@@ -86,8 +86,30 @@ def plain(tree):
     return jax.tree.map(lambda _: ocp.RestoreArgs(), tree)
 
 
+def zeros(state):
+    """Templates that tell structure and shapes alone."""
+
+    def of_leaf(leaf):
+        is_array = hasattr(leaf, "shape") and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.zeros(leaf.shape, np.float16) if is_array else leaf
+
+    return jax.tree.map(of_leaf, state)
+
+
+def loose(restore_args):
+    """Arguments that leave shape and dtype open."""
+
+    def of_leaf(args):
+        if not isinstance(args, ocp.ArrayRestoreArgs):
+            return args
+        return ocp.ArrayRestoreArgs(sharding=args.sharding, strict=False)
+
+    return jax.tree.map(of_leaf, restore_args)
+
+
 def requests(state, item):
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), state)
     return {
         "standard": Standard(),
         "standard, a fallback": Standard(fallback_sharding=EVERYWHERE),
@@ -101,6 +123,12 @@ def requests(state, item):
         "pytree, the state and plain arguments": PyTree(state, restore_args=plain(state)),
         "pytree, numbers and plain arguments": PyTree(
             jax.tree.map(lambda _: 0, state), restore_args=plain(state)
+        ),
+        "pytree, zeros": PyTree(zeros(state)),
+        "pytree, zeros and plain arguments": PyTree(zeros(state), restore_args=plain(state)),
+        "pytree, zeros and arguments for numpy": PyTree(zeros(state), restore_args=host),
+        "pytree, zeros and loose arguments": PyTree(
+            zeros(state), restore_args=loose(restore_args)
         ),
         "pytree, arguments": PyTree(restore_args=restore_args),
         "pytree, an item and arguments": PyTree(item, restore_args=restore_args),
@@ -285,3 +313,27 @@ def test_what_is_not_cut_or_padded(tmp_path):
     wide = jax.ShapeDtypeStruct((8,), np.float32, sharding=EVERYWHERE)
     with pytest.raises(osl.ShapeMismatchError, match="'w'"):
         restored(tmp_path / "strict", state, Standard(state | {"w": wide}))
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_an_item_s_shape_cuts_and_fills_nothing(tmp_path, rows):
+    value = place(np.arange(1, 5, dtype=np.float32), P())
+    item = {"w": jax.ShapeDtypeStruct((rows,), jnp.bfloat16)}
+    args = {"w": ocp.ArrayRestoreArgs(sharding=value.sharding, strict=False)}
+    cut = {"w": ocp.ArrayRestoreArgs(sharding=value.sharding, strict=False, global_shape=(rows,))}
+    restored = []
+    for number, handler in enumerate(
+        (ocp.PyTreeCheckpointHandler(), osl.SafetensorsCheckpointHandler())
+    ):
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(tmp_path / f"{number}", args=ocp.args.PyTreeSave({"w": value}))
+            restored.append(
+                [
+                    checkpointer.restore(
+                        tmp_path / f"{number}", args=PyTree(item, restore_args=restore_args)
+                    )
+                    for restore_args in (args, cut)
+                ]
+            )
+    same(*restored)
+    assert restored[1][0]["w"].shape == (4,)

@@ -29,6 +29,16 @@ def test_keys_sub_byte_elements_and_values(tmp_path, layout):
         assert found.device_bytes == (4 * 8 + 64) // 4
 
 
+def test_host_arrays_are_whole_on_each_process(tmp_path):
+    values = np.ones((8, 8), np.float32)
+    osl.save(tmp_path, {"table": values, "w": values})
+    abstract = {"table": values, "w": jax.ShapeDtypeStruct(values.shape, values.dtype)}
+    rules = parse_rules(["'.*' = x"])
+    found = estimate(tmp_path, MeshShape({"x": 4}, 2), rules, abstract=abstract)
+    assert [cost.needed_bytes for cost in found.costs] == [256 + 128] * 2
+    assert found.device_bytes == 64
+
+
 def test_a_mapping_is_bound_once_for_all_processes(tmp_path, monkeypatch):
     osl.save(tmp_path / "a", {"w": np.ones((8, 8), np.float32)})
     bound = []

@@ -330,6 +330,17 @@ def test_a_load_of_parts_with_verify_looks_at_the_rest_of_their_files(tmp_path):
             osl.load(path, tree, options=verifying)
 
 
+def test_an_item_without_the_manifest_that_it_was_saved_with(tmp_path):
+    registry = osl.handler_registry("default")
+    with ocp.CheckpointManager(tmp_path, handler_registry=registry) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": np.ones(3), "step": 7}))
+    assert osl.verify(tmp_path / "1" / "default").ok
+    (tmp_path / "1" / "default" / MANIFEST).unlink()
+    for path in (tmp_path / "1", tmp_path / "1" / "default"):
+        (text,) = texts(osl.verify(path), "manifest")
+        assert text == f"{MANIFEST} is missing, which _METADATA names"
+
+
 def test_a_load_with_verify_through_what_lies_between(tmp_path):
     rng = np.random.default_rng(0)
     values = {name: rng.standard_normal((64, 64)).astype(np.float32) for name in "abcdefg"}

@@ -335,6 +335,28 @@ def test_square_experts_have_to_be_told(tmp_path):
         )
 
 
+def test_square_experts_that_the_base_stores_by_themselves_have_to_be_told(tmp_path):
+    """Gate and up together are square, as PEFT sees them in one tensor."""
+    experts, half, module = 3, 4, "mlp.experts"
+    lora = low_rank(module, 2 * half, 2 * half, rank=2 * experts)
+    weights = {
+        f"{module}.{e}.{part}.weight": random(half, 2 * half, seed=e)
+        for e in range(experts)
+        for part in ("gate_proj", "up_proj")
+    }
+    base = base_of(tmp_path / "base", weights)
+    path = adapter(tmp_path / "lora", lora, target_parameters=["mlp.experts.gate_up_proj"])
+    for patterns, problem in ((None, "is square"), (["*.experts.*"], "stored each by itself")):
+        with pytest.raises(osl.MappingError, match=problem):
+            osl.load(base, mapping=osl.peft.merge(None, path, base=base, transposed=patterns))
+    loaded = osl.load(base, mapping=osl.peft.merge(None, path, base=base, transposed=()))
+    delta = experts_change(lora, module, experts, 1.5, "eoi")
+    for e in range(experts):
+        for part, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, None))):
+            name = f"{module}.{e}.{part}.weight"
+            np.testing.assert_allclose(loaded[name], weights[name] + delta[e, rows], atol=1e-6)
+
+
 @pytest.mark.parametrize("spec", [("a", "b"), (None, "a")], ids=str)
 def test_quantised_bases_are_decoded_first(tmp_path, spec):
     weight = (random(16, 8) * 50).astype(ml_dtypes.float8_e4m3fn)

@@ -753,6 +753,7 @@ OF_OTHERS = [  # formats of other packages, as their modules name the tensors
         "'up.row_offsets' in I32",
     ),
     ({"weight": HALF, "pre_quant_scale": HALF[0]}, method("modelopt"), "'up.pre_quant_scale'"),
+    ({"weight": HALF, "act.scales": HALF[0]}, method("awq"), "'up.act.scales'"),
     (
         {"weight": np.ones((4, 4), FP8), "weight_scale": HALF[:1, :1], "svdquant_lora_a": HALF},
         method("modelopt"),
@@ -880,6 +881,42 @@ def test_groups_that_are_not_there(tmp_path):
     write(tmp_path, {f"up.{name}": value for name, value in tensors.items()}, config)
     with pytest.raises(osl.MappingError, match="g_idx"):
         osl.load(tmp_path, mapping=osl.dequantized(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, FP8])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_unpacked_values_in_groups_of_an_index(tmp_path, dtype, zeros):
+    group = 16
+    weight = RNG.integers(-100, 100, (ROWS, COLUMNS)).astype(F32).astype(dtype)
+    scale, index = floats(ROWS, COLUMNS // group), RNG.permutation(np.arange(COLUMNS) // group)
+    zero = RNG.integers(-9, 9, scale.shape).astype(np.int8)
+    tensors = {"weight": weight, "weight_scale": scale, "weight_g_idx": index.astype(np.int32)}
+    values = weight.astype(F32)
+    if zeros:
+        tensors["weight_zero_point"] = zero if dtype == np.int8 else zero.astype(FP8)
+        values = values - (zero[:, index] if dtype == np.int8 else 0)
+    config = {"config_groups": {"group_0": {"weights": {"group_size": group, "num_bits": 8}}}}
+    named = {f"up.{name}": value for name, value in tensors.items()}
+    write(tmp_path, named, config)
+    bound = osl.dequantized(tmp_path, dtype="float32").bind(tmp_path).expressions["up.weight"]
+    for box in (None, Box((1, 20), (9, 50))):
+        part = () if box is None else (box,)
+        expected = values * scale[:, index]
+        assert_same_bits(
+            evaluate(bound, named, *part), expected if box is None else expected[box.slices]
+        )
+    named["up.weight_scale"] = floats(ROWS // 4, COLUMNS // group)
+    write(tmp_path, named, {"weight_block_size": [4, group], **method("fp8")})
+    with pytest.raises(osl.MappingError, match=r"g_idx.*beside scales of no groups|do not fit"):
+        osl.dequantized(tmp_path)
+
+
+def test_words_that_do_not_hold_values_of_the_configured_bits(tmp_path):
+    tensors, *_ = integers(8, COLUMNS)
+    config = {"config_groups": {"group_0": {"weights": {"num_bits": 7}}}}
+    write(tmp_path, {f"up.{name}": value for name, value in tensors.items()}, config)
+    with pytest.raises(osl.MappingError, match=f"do not hold {COLUMNS} values of 7 bits"):
+        osl.dequantized(tmp_path)
 
 
 def test_an_order_that_was_never_set_is_that_of_the_columns(tmp_path):

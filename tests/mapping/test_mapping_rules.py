@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -161,6 +162,26 @@ def test_a_save_without_a_leaf_lacks_no_part_of_a_tensor(tmp_path):
     whole = {"g": np.ones(2, F32), "u": np.zeros(2, F32)}
     osl.save(tmp_path / "out", whole, mapping=mapping)
     assert osl.metadata(tmp_path / "out")["gu"].shape == (4,)
+
+
+def test_a_save_without_a_leaf_of_a_layer_lacks_no_part_of_a_tensor(tmp_path):
+    gate = rule("l.{i}.g", tensor("l.{i}.gu").slice(0, 0, 2))
+    up = rule("l.{i}.u", tensor("l.{i}.gu").slice(0, 2, 4))
+    value = np.ones(2, F32)
+    whole = {"l": {"0": {"g": value, "u": value}, "1": {"g": value, "u": value}}}
+    lacking = {"l": {"0": whole["l"]["0"], "1": {"g": value}}}
+    for strict in (True, False):
+        mapping = Mapping([gate, up], strict=strict)
+        match = r"there is no leaf 'l.1.u', .* would lack a part of 'l.\{i\}.gu'"
+        with pytest.raises(MappingError, match=match):
+            osl.save(tmp_path / "out", lacking, mapping=mapping)
+        with pytest.raises(MappingError, match=match):
+            mapping.unapply(jax.tree.map(jnp.asarray, lacking))
+        assert not (tmp_path / "out").exists()
+        osl.save(tmp_path / f"{strict}", whole, mapping=mapping)
+    rules = [rule("a", tensor("x")), rule("b", tensor("y"))]
+    osl.save(tmp_path / "part", {"a": value}, mapping=Mapping(rules, strict=False))
+    assert osl.metadata(tmp_path / "part").keys() == {"x"}
 
 
 def test_a_save_without_a_leaf_lacks_no_tensor_unasked(tmp_path):

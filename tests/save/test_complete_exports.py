@@ -256,6 +256,72 @@ def test_a_vocabulary_is_not_the_rows_that_an_embedding_has_besides(tmp_path):
         assert torch.equal(model(tokens).logits, again(tokens).logits)
 
 
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [  # of ImageGPT, GLM-Image, and Marian with a vocabulary of each language
+        ({"vocab_size": 13}, {"transformer.wte": 13, "lm_head": 12}),
+        (
+            {"text_config": {"vocab_size": 20, "vision_vocab_size": 6}},
+            {"model.language_model.embed_tokens": 20, "lm_head": 6},
+        ),
+        (
+            {"vocab_size": 10, "decoder_vocab_size": 12},
+            {"model.encoder.embed_tokens": 10, "model.decoder.embed_tokens": 12, "lm_head": 12},
+        ),
+    ],
+)
+def test_a_vocabulary_stays_whose_rows_a_table_has(tmp_path, config, rows):
+    tensors = {f"{name}.weight": np.ones((n, 4), np.float32) for name, n in rows.items()}
+    files = {"config.json": json.dumps(config).encode()}
+    osl.save(tmp_path / "out", tensors, options=osl.WriteOptions(model=files))
+    assert (tmp_path / "out" / "config.json").read_bytes() == files["config.json"]
+
+
+def test_the_configuration_of_a_thinker_says_what_was_written(tmp_path):
+    text = {"vocab_size": 12, "dtype": "float32"}
+    config = {"thinker_config": {"dtype": "float32", "text_config": text}, "talker_config": text}
+    names = ("thinker.lm_head", "thinker.model.embed_tokens")
+    tensors = {f"{name}.weight": np.ones((8, 4), np.float32) for name in names}
+    model = {"config.json": json.dumps(config).encode()}
+    options = osl.WriteOptions(model=model, dtype="bfloat16")
+    osl.save(tmp_path / "out", tensors, options=options)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    after = {"vocab_size": 8, "dtype": "bfloat16"}
+    assert said["thinker_config"] == {"dtype": "bfloat16", "text_config": after}
+    assert said["talker_config"] == text
+
+
+@pytest.mark.parametrize("how", ["save", "convert"])
+def test_a_configuration_of_quantised_weights_says_rows_and_dtype(tmp_path, how):
+    tensors = {
+        "model.embed_tokens.weight": np.ones((8, 64), np.float32),
+        "lm_head.weight": np.ones((8, 64), np.float32),
+        "model.layers.0.mlp.up_proj.weight": np.ones((32, 64), np.float32),
+    }
+    config = {"config.json": json.dumps({"vocab_size": 12, "dtype": "float16"}).encode()}
+    quantize = osl.Quantization("fp8_channel")
+    if how == "save":
+        options = osl.WriteOptions(model=config, dtype="bfloat16", quantize=quantize)
+        osl.save(tmp_path / "out", tensors, options=options)
+    else:
+        osl.save(tmp_path / "in", tensors, options=osl.WriteOptions(model=config))
+        options = osl.ConvertOptions(dtype="bfloat16")
+        osl.convert(
+            tmp_path / "in", tmp_path / "out", format="hf", quantize=quantize, options=options
+        )
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (said["vocab_size"], said["dtype"]) == (8, "bfloat16")
+    assert "quantization_config" in said
+
+
+def test_files_of_a_quantisation_go_when_it_does(tmp_path):
+    older = {name: b'{"bits": 4}' for name in ("quant_config.json", "quantize_config.json")}
+    model = {"config.json": b"{}", **older}
+    tree = {"up_proj.weight": np.ones((8, 8), np.float32)}
+    osl.save(tmp_path, tree, options=osl.WriteOptions(model=model))
+    assert not [name for name in older if (tmp_path / name).exists()]
+
+
 def test_a_processor_of_two_tokenizers_comes_along(models, tmp_path):
     """As InstructBLIP's; the second is in a folder of its own, and so are further templates."""
     source, target = models["llama"].folder, tmp_path / "out"

@@ -419,6 +419,24 @@ def test_steps_are_never_quantised(tmp_path):
         checkpointer.save(tmp_path / "step", args=osl.SafetensorsSave(model()))
 
 
+@pytest.mark.parametrize("kind", ["fp8_block", "deepseek_fp8"])
+def test_rows_that_do_not_fit_a_small_budget(tmp_path, kind):
+    """Blocks are of 128 columns wherever a row is cut."""
+    value = np.random.default_rng(0).standard_normal((256, 40_000)).astype(np.float32)
+    value *= np.geomspace(1e-3, 1, value.shape[1], dtype=np.float32)
+    tensors = {f"{UP}.weight": value}
+    osl.save(tmp_path / "expected", tensors, options=quantized(kind))
+    options = dataclasses.replace(quantized(kind), memory_budget_bytes=1 << 17)
+    osl.save(tmp_path / "saved", tensors, options=options)
+    osl.save(tmp_path / "plain", tensors)
+    small = osl.ConvertOptions(memory_budget_bytes=2 << 20)
+    how = {"quantize": osl.Quantization(kind), "options": small}
+    osl.convert(tmp_path / "plain", tmp_path / "converted", format="hf", **how)
+    expected = {n: t.tobytes() for n, t in decoded(tmp_path / "expected").items()}
+    for folder in ("saved", "converted"):
+        assert {n: t.tobytes() for n, t in decoded(tmp_path / folder).items()} == expected
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_conversions_write_what_saves_do(tmp_path, kind):
     tensors = model(rows=640)

@@ -43,12 +43,18 @@ _OF_ACTIVATIONS = re.compile(
 _OF_EXPERTS = re.compile(r"(?P<weight>.+)_activation_scale(_inv)?")
 # Beside quantised values: what they are multiplied by, counted from, or stand for.
 _OF_GROUPS = re.compile(r"(^|\.)(weight_|_)?(scales?|zeros?|zero_point|absmax|codebooks?|SCB)$")
-_OF_INPUTS = re.compile(r"(pre_quant_scale|svdquant_lora_[ab])$")  # which weights go with
+# Which weights go with. The last are what AutoAWQ divides activations by, where it cannot fold that
+# into the layer before (autoawq 0.2.9: awq/modules/act.py).
+_OF_INPUTS = re.compile(
+    r"(pre_quant_scale|svdquant_lora_[ab]|(^|\.)(act|gelu_impl)\.scales)$"
+)
 CONFIG = "config.json"
 _CONFIGS = (
     (CONFIG, ("quantization_config", "compression_config")),
     ("hf_quant_config.json", ("quantization",)),
 )
+OLDER_CONFIGS = ("quant_config.json", "quantize_config.json")
+"""Files of AutoAWQ's and AutoGPTQ's, of before transformers had `quantization_config`."""
 _SPECIAL = re.compile(r"[*?\[{]")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
@@ -190,7 +196,8 @@ def plain_configurations(files: Dict[str, bytes]) -> dict[str, bytes]:
                 del part[key]
         if parts:
             plain[file] = json.dumps(config, indent=2).encode() + b"\n"
-    plain.pop(_CONFIGS[1][0], None)
+    for name in (_CONFIGS[1][0], *OLDER_CONFIGS):
+        plain.pop(name, None)
     return plain
 
 

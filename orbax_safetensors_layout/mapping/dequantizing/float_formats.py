@@ -138,6 +138,8 @@ def fp8_layout(part: str) -> Callable[[FoundWeight], WeightLayout]:
         scale = weight.entry(part)
         if weight.code("") != "F8_E4M3" or scale is None or not is_floating(scale.dtype.numpy):
             raise weight.error("only E4M3 with scales that are floats is written")
+        if weight.entry("_g_idx") is not None:
+            raise weight.error("an index of groups is not written")
         _, block = group_extents(weight, part)
         are_powers = weight.settings.values.get("scale_fmt") == "ue8m0"
         form = PowersFp8Groups if are_powers or scale.dtype.code == "F8_E8M0" else Fp8Groups

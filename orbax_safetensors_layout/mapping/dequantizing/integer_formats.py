@@ -33,12 +33,16 @@ def _scaled(weight: FoundWeight) -> Expr:
     """FP8 and INT8 with `weight_scale`."""
     if weight.code("_scale") in ("U8", "F8_E8M0"):
         return MX_SCALED(weight)
-    zero = weight.maybe("_zero_point")
-    if zero is None or weight.code("") in FLOAT8_CODES:
+    index = weight.maybe("_g_idx")
+    zero = None if weight.code("") in FLOAT8_CODES else weight.maybe("_zero_point")
+    if zero is None and index is None:
         return SCALED(weight)
     shape, block = group_extents(weight, "_scale")
-    scale, zero = weight.expr("_scale").reshape(*shape), zero.reshape(*shape)
-    return grouped(weight.expr(""), block, weight.dtype, {"scale": scale, "zero": zero})
+    if index is not None and block[:-1] != (1,) * (len(block) - 1):
+        raise weight.error(f"{weight.name_of('_g_idx')!r} is beside scales of no groups of a row")
+    scale, zero = weight.expr("_scale").reshape(*shape), zero and zero.reshape(*shape)
+    operands = {"scale": scale, "zero": zero, "index": index}
+    return grouped(weight.expr(""), block, weight.dtype, operands)
 
 
 def _packed(weight: FoundWeight) -> Expr:
@@ -100,11 +104,11 @@ def _columns_and_bits(weight: FoundWeight, words: int, groups: int) -> tuple[int
     stored = np.frombuffer(data, dtype)
     columns = int(stored[-1]) if stored.size else 0
     fitting = [n for n in range(1, 9) if columns > 0 and -(-columns * n // _WORD) == words]
-    if bits in fitting:
-        return columns, bits
-    if len(fitting) != 1:
-        raise weight.error(f"{words} words of a row do not hold {columns} values of 1 to 8 bits")
-    return columns, fitting[0]
+    if bits in fitting or (bits is None and len(fitting) == 1):
+        return columns, bits or fitting[0]
+    raise weight.error(
+        f"{words} words of a row do not hold {columns} values of {bits or '1 to 8'} bits"
+    )
 
 
 def _awq_or_gptq(weight: FoundWeight) -> Expr:
@@ -216,7 +220,7 @@ SCHEMES = (
         (*FLOAT8_CODES, "I8"),
         ("_scale",),
         _scaled,
-        ("_zero_point",),
+        ("_zero_point", "_g_idx"),
         fp8_layout("_scale"),
     ),
     WeightScheme(

@@ -25,7 +25,7 @@ from orbax_safetensors_layout.errors import (
     MappingError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.pytree import abstract_array, leaf_name, nested_dicts
+from orbax_safetensors_layout.pytree import abstract_array, dotted_names, nested_dicts
 from orbax_safetensors_layout.sharding import Placement, sharding_of
 
 from ..affine.bound import BoundExpr, Valued
@@ -328,8 +328,8 @@ def _result_specs(groups: Iterable[_ArrayGroup]) -> dict[str, TensorSpec]:
 def _named_leaves(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named: dict[str, Any] = {}
-    for path, leaf in leaves:
-        name = leaf_name(path)
+    names = dotted_names([path for path, _ in leaves])
+    for name, (_, leaf) in zip(names, leaves, strict=True):
         if name in named:
             raise MappingError(
                 "two leaves have one name",
@@ -347,8 +347,8 @@ def _is_placement(value: Any) -> bool:
 def _asked_leaves(tree: Any) -> tuple[dict[str, _AskedLeaf], Callable[[Iterable[Any]], Any]]:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     asked: dict[str, _AskedLeaf] = {}
-    for path, leaf in leaves:
-        name = leaf_name(path)
+    names = dotted_names([path for path, _ in leaves])
+    for name, (_, leaf) in zip(names, leaves, strict=True):
         if _is_placement(leaf):
             asked[name] = _AskedLeaf(placement=leaf)
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):

@@ -23,6 +23,7 @@ from ..affine.bound import BoundExpr
 from ..affine.index_nodes import Decoded
 from ..dequantizing.dequantized import (
     CONFIG,
+    OLDER_CONFIGS,
     DecodedWeight,
     configured_quantization,
     decoded_weights,
@@ -181,7 +182,8 @@ class FolderQuantization:
         self, files: Mapping[str, bytes], weights: Mapping[str, BoundExpr]
     ) -> dict[str, bytes]:
         """Return the files beside the model with what the folder's say of its quantisation."""
-        files = plain_configurations(files)
+        older = {name: files[name] for name in OLDER_CONFIGS if name in files}
+        files = plain_configurations(files) | older
         for file, values in self._configured.items():
             if file in files or file != CONFIG:
                 files[file] = with_settings(files.get(file, b"{}"), values, file)
