@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from absl import logging
 
 from orbax_safetensors_layout.adapters import open_reader

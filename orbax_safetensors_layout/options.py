@@ -416,7 +416,7 @@ class WriteOptions(_CheckedOptions):
 
     @property
     def stem(self) -> str:
-        """What files are called that a save replaces, or leaves beside it."""
+        """The stem of files that a save replaces: `file_stem` is that of layout `"hf"` alone."""
         return self.file_stem if self.layout == "hf" else "model"
 
     @property

@@ -28,8 +28,8 @@ try:
     from orbax.checkpoint.experimental.v1._src.saving import saving
 except ImportError as error:
     raise ImportError(
-        f"orbax-checkpoint {orbax.checkpoint.__version__} lacks what this package uses of it ({error})."
-        " Install 0.12.6 to 0.12.8, or a newer version of orbax-safetensors-layout."
+        f"orbax-checkpoint {orbax.checkpoint.__version__} lacks what this package uses of it"
+        f" ({error}). Install 0.12.6 to 0.12.8, or a newer version of orbax-safetensors-layout."
     ) from error
 
 ITEM_METADATA = orbax_layout.PYTREE_METADATA_FILE

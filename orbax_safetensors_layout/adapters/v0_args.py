@@ -150,7 +150,7 @@ def _merge(leaf: Any, args: Any, is_recorded: bool) -> Any:
     """One leaf with its `RestoreArgs`; what they leave open is the leaf's.
 
     Or, as with Orbax, what was saved: where they are for arrays and not strict; where they are for
-    no kind of leaf, or for numpy arrays, if that `is_recorded`. Then a leaf's sharding alone counts.
+    no kind of leaf, or for numpy arrays, if that `is_recorded`. Of a leaf its sharding counts then.
     """
     if leaf is ... or args is None:
         return leaf

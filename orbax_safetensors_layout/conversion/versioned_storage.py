@@ -75,7 +75,7 @@ class VersionedStorage(WrappedStorage):
         self._locks = {name: threading.Lock() for name in changed}
         self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
         self._kept_bytes = self._begun_bytes = 0
-        self._room = threading.Condition()
+        self._state = threading.Condition()
 
     def read_into(
         self, file: str, offset: int, buffers: Sequence[Buffer], *, shared: bool = False
@@ -101,7 +101,7 @@ class VersionedStorage(WrappedStorage):
     def _values(self, entry: TensorEntry) -> np.ndarray:
         """Return the bytes of a tensor that changed."""
         with self._locks[entry.name]:
-            with self._room:
+            with self._state:
                 if entry.name in self._kept:
                     self._kept.move_to_end(entry.name)
                     return self._kept[entry.name]
@@ -110,7 +110,7 @@ class VersionedStorage(WrappedStorage):
                 if entry.nbytes:
                     self._storage.read_into(entry.file, entry.start, [values.data])
                 put_together(entry.name, values, self._differences)
-            with self._room:
+            with self._state:
                 self._kept[entry.name] = values
                 self._kept_bytes += values.nbytes
                 self._drop_kept(least=1)
@@ -119,8 +119,8 @@ class VersionedStorage(WrappedStorage):
     @contextlib.contextmanager
     def _reserved(self, nbytes: int) -> Iterator[None]:
         """Waits for room for so many bytes, which are in use within the block."""
-        with self._room:
-            self._room.wait_for(
+        with self._state:
+            self._state.wait_for(
                 lambda: not self._begun_bytes or self._begun_bytes + nbytes <= _KEPT_BYTES
             )
             self._begun_bytes += nbytes
@@ -128,9 +128,9 @@ class VersionedStorage(WrappedStorage):
         try:
             yield
         finally:
-            with self._room:
+            with self._state:
                 self._begun_bytes -= nbytes
-                self._room.notify_all()
+                self._state.notify_all()
 
     def _drop_kept(self, least: int) -> None:
         while self._kept_bytes + self._begun_bytes > _KEPT_BYTES and len(self._kept) > least:

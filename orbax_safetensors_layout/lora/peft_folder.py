@@ -56,6 +56,7 @@ _HEAD = re.compile(r"(.+\.)?((lm_)?head|embed_out|output|output_layer)\.weight")
 _HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _CONV1D = "Conv1D"  # of transformers, whose weights are [in, out], and which has a bias
 _CONV1D_NAMES = ("c_attn", "c_fc", "c_proj", "q_attn")  # of all its layers; others have them, too
+_SWAPPED = (0, 19)  # before this version PEFT took all experts for [in, out]
 _LARGEST = 1 << 60  # rank or alpha, which float64 holds
 _EXPERT = re.compile(
     r"(?P<fused>.+\.experts)\.(?P<expert>\d+|\{\w+\})\.(?P<part>(gate|up|down)_proj|w[123])\.weight"
@@ -218,7 +219,8 @@ class PeftFolder:
             first = max(first, 0)
             _check(shape == (outputs, *inputs) and expert < experts, "outputs or inputs differ")
             is_square = inputs == b.shape[:1]  # as PEFT sees all experts in one tensor
-            if is_square and is_transposed is not None and is_transposed(module, True):
+            may_be_swapped = is_square and self._peft_version() < _SWAPPED
+            if may_be_swapped and is_transposed is not None and is_transposed(module, True):
                 raise MappingError(
                     f"experts of {module.name!r} that are stored each by itself are [out, in]",
                     hint="Merge an adapter of [in, out] (by PEFT before 0.19) into a base that has"
@@ -243,6 +245,11 @@ class PeftFolder:
             self, a.name, b.name, scale, dtype, shape, transposed,
             magnitude=None if magnitude is None else magnitude.name, experts=experts,
         )  # fmt: skip
+
+    def _peft_version(self) -> tuple[int, ...]:
+        """The first two numbers of the version that wrote the adapter; none where it is unknown."""
+        match = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")), re.A)
+        return tuple(map(int, match.groups())) if match else ()
 
     def _is_transposed(
         self, name: str, specs: TensorSpecs, module: _Module, is_fused: bool

@@ -141,10 +141,11 @@ class WritePlan:
         files = [*self.writes()]
         parts = [part for file in files for part in file.parts]
         gathered = [leaf for file in files for leaf in file.gathered]
+        read_back = gathered if self.stored is not None else ()  # else they are made of leaves
         return Cost(
             tensors=len({part.leaf for part in parts}.union(gathered)),
             needed_bytes=sum(part.stop - part.start for part in parts),
-            read_bytes=sum(self.leaves[leaf].tensor.nbytes for leaf in gathered),
+            read_bytes=sum(self.leaves[leaf].tensor.nbytes for leaf in read_back),
             written_bytes=sum(file.layout.size for file in files),
             files=len(files),
         )

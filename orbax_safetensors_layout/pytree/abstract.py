@@ -84,7 +84,9 @@ class AbstractTree(NamedTuple):
         for number, leaf in enumerate(parsed):  # a box's "a.value" may be the name of another leaf
             if leaf is not None and leaf.unboxed is not None and leaf.name in plain:
                 parsed[number] = leaf._replace(name=leaf.unboxed)
-        left_out = [(name, path) for name, (path, leaf) in zip(unboxed, paths) if leaf is ...]
+        left_out = [
+            (name, path) for name, (path, leaf) in zip(unboxed, paths, strict=True) if leaf is ...
+        ]
         skipped = {name for name, _ in left_out if name}
         skipped |= {dotted_name(path) for _, path in left_out}
         build = functools.partial(jax.tree_util.tree_unflatten, treedef)

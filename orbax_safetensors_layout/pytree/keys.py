@@ -49,7 +49,9 @@ def unboxed_names(paths: Sequence[Sequence[object]]) -> list[str | None]:
         is_boxed = len(path) > 1 and getattr(path[-1], "name", None) == "value"
         if is_boxed:  # leaves of a node follow each other
             node = path[:-1]
-            is_boxed = not (number and is_below(number - 1, node)) and not is_below(number + 1, node)
+            is_boxed = not (number and is_below(number - 1, node)) and not is_below(
+                number + 1, node
+            )
         names.append(dotted_name(path[:-1]) if is_boxed else None)
     return names
 

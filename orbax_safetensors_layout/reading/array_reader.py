@@ -120,8 +120,9 @@ class _Materializer:
         for number in self._reads.read_numbers:
             plan = self._reads.plans[number]
             for block in plan.blocks:
-                if not block.inputs:
-                    self._compose(number, block, {})
+                wait = None if block.inputs else self._compose(number, block, {})
+                if wait is not None:  # no budget counts what is being transferred
+                    wait()
             if plan.read is None and not plan.blocks:
                 self._take(self._reads.equal(number), [], [])
 

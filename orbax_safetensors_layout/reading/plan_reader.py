@@ -161,9 +161,14 @@ class PlanReader:
         """Delivers the boxes that are empty, or filled, so that no byte is read for them."""
         leaf = self._plan.leaves[number]
         rest = [box for box in range(len(leaf.local.boxes)) if box not in read]
-        if rest or not leaf.local.boxes:
-            parts = [self._filled(number, box) for box in rest]
-            self._hand_over(number, rest, parts, 0)
+        if leaf.block is not None or self._plan.adopt or not leaf.local.boxes:
+            if rest or not leaf.local.boxes:
+                self._hand_over(number, rest, [self._filled(number, box) for box in rest], 0)
+            return
+        for box in rest:
+            nbytes = leaf.local.boxes[box].size * leaf.dtype.itemsize
+            self._budget.reserve(nbytes)
+            self._hand_over(number, [box], [self._filled(number, box)], nbytes)
 
     def _filled(self, number: int, member: int) -> np.ndarray:
         """Return memory for a box, with the values that are not read in their place."""

@@ -86,7 +86,7 @@ class ProcessShards:
 
     def whole(self, shape: tuple[int, ...]) -> AddressableShards:
         """Return all of an array on the host, shared if there are several processes."""
-        return AddressableShards((Box.whole(shape),), (jax.process_count() > 1,))
+        return AddressableShards((Box.whole(shape),), (self.process_count > 1,))
 
     def boxes(self, sharding: Sharding, shape: tuple[int, ...]) -> AddressableShards:
         """Return the distinct boxes of `shape` under `sharding` that the process's devices hold."""

@@ -11,10 +11,12 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
-from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError
+from absl import logging
+
+from orbax_safetensors_layout.errors import SafetensorsLayoutError, StorageError, redact
 from orbax_safetensors_layout.runtime import Workers
 
 from .base import NewFolder, Rank, Storage, join, write_file
@@ -64,8 +66,8 @@ class InPlace(NewFolder):
 
     def end(self) -> None:
         try:
-            with contextlib.suppress(SafetensorsLayoutError):  # the first error is raised
-                if self._is_prepared and self._claim.is_in_store():  # or another save has begun
+            if self._is_prepared and self._claim.is_in_store():  # or another save has begun
+                with _warning_of_remains(self.folder):
                     self._clear()
         finally:
             self._claim.release()
@@ -214,7 +216,7 @@ class StagedCopy(NewFolder):
     def end(self) -> None:
         try:
             if not self._keeps:
-                with contextlib.suppress(SafetensorsLayoutError):  # what failed before counts
+                with _warning_of_remains(self.folder):
                     self.storage.remove(self.folder, check=self._claim.check)
         finally:  # also when interrupted: a claim that is renewed keeps other saves out
             self._claim.release()
@@ -242,6 +244,18 @@ class StagedCopy(NewFolder):
 
     def _remove(self, name: str) -> None:
         self.storage.remove_pinned(join(self.target, name), check=self._claim.check)
+
+
+@contextlib.contextmanager
+def _warning_of_remains(folder: str) -> Iterator[None]:
+    """Warns where what a save has written cannot be removed: the error before that is raised."""
+    try:
+        yield
+    except SafetensorsLayoutError as error:
+        text = (
+            "What the save has written is left in %s: remove it, or save with overwrite=True (%s)"
+        )
+        logging.warning(text, redact(folder), error)
 
 
 def _ranked(storage: Storage, folder: str, rank: Rank) -> list[str]:

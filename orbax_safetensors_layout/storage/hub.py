@@ -28,7 +28,7 @@ from orbax_safetensors_layout.options import RetryPolicy
 
 from .base import NewFolder, Rank
 from .http import Origin
-from .remote import AccessDenied, FileAddress, RemoteStorage
+from .remote import MOST_QUOTED, AccessDenied, FileAddress, RemoteStorage
 from .retry import Failure, is_transient_status, retry_after_seconds, within
 
 _PATH = re.compile(
@@ -222,8 +222,13 @@ class HubStorage(RemoteStorage):
     def _explained(self, error: errors.HfHubHTTPError, right: str = "read") -> Exception:
         status, headers = error.response.status_code, error.response.headers
         root, found = self._root, f"status {status}"
-        if isinstance(error, errors.GatedRepoError) or status == 403:
+        is_gated = isinstance(error, errors.GatedRepoError)
+        if message := str(error.server_message or ""):
+            found += f": {self._connections.sent.redact(message)[:MOST_QUOTED]}"
+        if is_gated or status == 403:
             hint = self._hint(headers.get("X-Error-Code"), right)
+            if message and not is_gated:  # as of a quota
+                hint = f"Do as the hub says, or {hint[0].lower()}{hint[1:]}"
             return AccessDenied("access denied", file=root, found=found, hint=hint)
         if isinstance(error, errors.RepositoryNotFoundError):
             return CheckpointNotFoundError(
@@ -236,6 +241,9 @@ class HubStorage(RemoteStorage):
             return CheckpointNotFoundError(
                 f"the repository has no revision {self._revision!r}", file=root, found=found
             )
+        if status == 412:
+            text = "somebody else has committed to the branch meanwhile"
+            return StorageError(text, file=root, found=found, hint="Save again.")
         after = retry_after_seconds(headers.get("Retry-After"))
         return Failure(found, transient=is_transient_status(status), after_seconds=after)
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging as standard_logging
 import os
 import re
 import stat
@@ -23,7 +24,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     enable_progress_bars,
 )
 
-from orbax_safetensors_layout.errors import StorageError, listed
+from orbax_safetensors_layout.errors import StorageError, listed, redact_urls
 
 from .base import NewFolder, Rank, Storage, join
 from .local import LocalStorage
@@ -274,12 +275,20 @@ class Repository:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the library's bars away: saves have their own."""
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
+    """Keeps away the library's bars, since saves have their own, and signatures from its log."""
+    logger = standard_logging.getLogger("huggingface_hub.utils._http")
+    logger.addFilter(_redacted)
+    has_bars = not are_progress_bars_disabled()
+    if has_bars:
+        disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        if has_bars:
+            enable_progress_bars()
+        logger.removeFilter(_redacted)
+
+
+def _redacted(record: standard_logging.LogRecord) -> bool:
+    record.msg, record.args = redact_urls(record.getMessage()), ()
+    return True

@@ -33,7 +33,7 @@ _CONTENT_RANGE = re.compile(r"\s*bytes\s+(\d{1,19})-(\d{1,19})/(\d{1,19})\s*", r
 _EMPTY_RANGE = re.compile(r"\s*bytes\s+\*/0\s*")
 _PROGRESS_BYTES = 1 * MIB  # a body that breaks after so much is not a failed attempt
 _SMALL_BUFFER_BYTES = 64 * KIB
-_MOST_QUOTED = 200  # characters of what a server says
+MOST_QUOTED = 200  # characters of what a server says
 
 
 class AccessDenied(StorageError):
@@ -238,6 +238,9 @@ class RemoteFile:
         if (before.scheme, origin.scheme) == ("https", "http"):
             cause = f"a redirect from https to unencrypted http at {self._quoted(origin.host)}"
             raise Failure(cause, transient=False)
+        if before.is_loopback and not origin.is_allowed:
+            cause = f"a redirect to unencrypted http at {self._quoted(origin.host)}"
+            raise Failure(cause, transient=False)
         digest, known = answer.headers.get("X-Linked-Etag"), target.digest
         if (
             digest is not None
@@ -309,7 +312,7 @@ class RemoteFile:
     def _quoted(self, text: str) -> str:
         """Returns a server's words as errors may show them: short, without what was sent to it."""
         text = self._connections.sent.redact(text)
-        return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}..."
+        return text if len(text) <= MOST_QUOTED else f"{text[:MOST_QUOTED]}..."
 
     def _refusal(self, target: FileAddress, answer: Answer, start: int, stop: int) -> Exception:
         status = answer.status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import urllib.parse
 from collections.abc import Collection
@@ -14,10 +13,9 @@ from orbax_safetensors_layout.options import RetryPolicy
 from orbax_safetensors_layout.runtime import Workers
 
 from .base import join
-from .http import Origin, basic_login
+from .http import ALLOW_HTTP, Origin, basic_login
 from .remote import AccessDenied, FileAddress, RemoteStorage
 
-ALLOW_HTTP = "ORBAX_SAFETENSORS_ALLOW_HTTP"
 """Environment variable: 1 to read `http://` paths of other machines, too."""
 
 _SIGNING = re.compile(
@@ -64,8 +62,7 @@ class WebStorage(RemoteStorage):
         unsigned = [part for part in parts.query.split("&") if not _SIGNING.fullmatch(part)]
         self._content_query = "&".join(unsigned)
         self._headers = basic_login("Authorization", parts)
-        is_safe = origin.scheme == "https" or origin.is_loopback
-        if not is_safe and os.environ.get(ALLOW_HTTP) != "1":
+        if not origin.is_allowed:
             raise StorageError(
                 "unencrypted http:// paths of other machines are not read",
                 file=self.path,

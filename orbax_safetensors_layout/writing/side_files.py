@@ -117,8 +117,8 @@ class SavedTensor(NamedTuple):
     @classmethod
     def of(cls, array: Any, asked: np.dtype[Any] | None) -> SavedTensor:
         """Return what an array becomes where floating-point ones are written in a dtype."""
-        is_cast = asked is not None and is_floating(array.dtype)
-        return cls(array.shape, asked if is_cast else array.dtype)
+        dtype = array.dtype if asked is None or not is_floating(array.dtype) else asked
+        return cls(array.shape, dtype)
 
 
 def read_sidecar_files(
@@ -284,8 +284,9 @@ def described_files(
 
     Only what it says already is changed: `dtype` (before transformers 5 `torch_dtype`) to that of
     most bytes of floating-point matrices of 16 bits or more, `vocab_size` to the rows of
-    `lm_head.weight`, or else of `embed_tokens.weight`, if no table has its rows. What files say of a quantisation goes if no
-    tensor is quantised; else the dtype stays, which is that of what is not quantised.
+    `lm_head.weight`, or else of `embed_tokens.weight`, if no table has its rows. What files say of
+    a quantisation goes if no tensor is quantised; else the dtype stays, which is that of what is
+    not quantised.
     """
     if names := _named_code(files) - files.keys():
         text = "The model has code of its own (%s), which does not come along without code=True."

@@ -127,9 +127,7 @@ def requests(state, item):
         "pytree, zeros": PyTree(zeros(state)),
         "pytree, zeros and plain arguments": PyTree(zeros(state), restore_args=plain(state)),
         "pytree, zeros and arguments for numpy": PyTree(zeros(state), restore_args=host),
-        "pytree, zeros and loose arguments": PyTree(
-            zeros(state), restore_args=loose(restore_args)
-        ),
+        "pytree, zeros and loose arguments": PyTree(zeros(state), restore_args=loose(restore_args)),
         "pytree, arguments": PyTree(restore_args=restore_args),
         "pytree, an item and arguments": PyTree(item, restore_args=restore_args),
         "pytree, numbers and arguments": PyTree(

@@ -349,12 +349,22 @@ def test_square_experts_that_the_base_stores_by_themselves_have_to_be_told(tmp_p
     for patterns, problem in ((None, "is square"), (["*.experts.*"], "stored each by itself")):
         with pytest.raises(osl.MappingError, match=problem):
             osl.load(base, mapping=osl.peft.merge(None, path, base=base, transposed=patterns))
-    loaded = osl.load(base, mapping=osl.peft.merge(None, path, base=base, transposed=()))
+    new = adapter(
+        tmp_path / "new",
+        lora,
+        target_parameters=["mlp.experts.gate_up_proj"],
+        peft_version="0.19.0.dev0@abc",
+    )
     delta = experts_change(lora, module, experts, 1.5, "eoi")
-    for e in range(experts):
-        for part, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, None))):
-            name = f"{module}.{e}.{part}.weight"
-            np.testing.assert_allclose(loaded[name], weights[name] + delta[e, rows], atol=1e-6)
+    for merged in (
+        osl.peft.merge(None, path, base=base, transposed=()),
+        osl.peft.merge(None, new, base=base),
+    ):
+        loaded = osl.load(base, mapping=merged)
+        for e in range(experts):
+            for part, rows in (("gate_proj", slice(half)), ("up_proj", slice(half, None))):
+                name = f"{module}.{e}.{part}.weight"
+                np.testing.assert_allclose(loaded[name], weights[name] + delta[e, rows], atol=1e-6)
 
 
 @pytest.mark.parametrize("spec", [("a", "b"), (None, "a")], ids=str)

@@ -37,8 +37,8 @@ from orbax_safetensors_layout.format import (
 from orbax_safetensors_layout.pytree import (
     decode_treedef,
     dotted_name,
-    encode_treedef,
     dotted_names,
+    encode_treedef,
 )
 
 

@@ -107,6 +107,31 @@ def test_large_memory_is_registered_when_it_is_transferred(tmp_path, monkeypatch
     assert len(driver.log) == registered
 
 
+def test_values_that_are_not_read_wait_for_their_transfers(tmp_path, monkeypatch):
+    transfers = Transfers(monkeypatch)
+    shape = (512, 1024)
+    tensors = {f"w{i}": random_tensor(shape, np.dtype("float32"), i) for i in range(4)}
+    path = save(tmp_path, tensors)
+    fills = [osl.rule(f"f{i}", osl.fill(shape, i, "float32")) for i in range(8)]
+    pads = [osl.rule(f"p{i}", osl.tensor(f"w{i}").pad(0, 0, 7 * shape[0], i)) for i in range(4)]
+    values = {f"f{i}": np.full(shape, i, np.float32) for i in range(8)}
+    for i in range(4):
+        filled = np.full((7 * shape[0], shape[1]), i, np.float32)
+        values[f"p{i}"] = np.concatenate([tensors[f"w{i}"], filled])
+    tree = abstract_of(values, NamedSharding(mesh_of(x=8), P("x")))
+    budget = 2 * tensors["w0"].nbytes
+    loaded = osl.load(
+        path,
+        tree,
+        mapping=osl.Mapping([*fills, *pads]),
+        options=osl.ReadOptions(memory_budget_bytes=budget),
+    )
+    for name, expected in values.items():
+        assert_same_bits(np.asarray(loaded[name]), expected)
+    assert transfers.put_bytes == sum(expected.nbytes for expected in values.values())
+    assert transfers.most_bytes <= budget
+
+
 def composed(number, rows):
     """Leaves of tensors of two dtypes, which are composed in several blocks."""
     half = {"a": np.float32, "b": ml_dtypes.bfloat16}

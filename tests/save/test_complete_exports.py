@@ -315,7 +315,7 @@ def test_a_configuration_of_quantised_weights_says_rows_and_dtype(tmp_path, how)
 
 
 def test_files_of_a_quantisation_go_when_it_does(tmp_path):
-    older = {name: b'{"bits": 4}' for name in ("quant_config.json", "quantize_config.json")}
+    older = dict.fromkeys(("quant_config.json", "quantize_config.json"), b'{"bits": 4}')
     model = {"config.json": b"{}", **older}
     tree = {"up_proj.weight": np.ones((8, 8), np.float32)}
     osl.save(tmp_path, tree, options=osl.WriteOptions(model=model))

@@ -288,6 +288,7 @@ def test_plans_know_it():
     leaf = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     tree = {f"{UP}.weight": leaf}
     plan = osl.plan_save(tree, options=quantized("nvfp4"))
+    assert plan.cost().read_bytes == 0  # nothing is put together of pieces
     values, header = 4096 * 4096, 8192
     assert 0 < plan.cost().written_bytes - values * (1 / 2 + 1 / 16) <= header
 

@@ -274,7 +274,9 @@ def test_a_part_is_fetched_once(remote, folder, cache):
 
 
 def test_what_is_read_between_what_is_needed_is_kept_as_it_is(remote, tmp_path):
-    tensors = {name: checkpoints.random_tensor((64, 256), np.float32, ord(name)) for name in "abcdefg"}
+    tensors = {
+        name: checkpoints.random_tensor((64, 256), np.float32, ord(name)) for name in "abcdefg"
+    }
     remote.publish(checkpoints.save(tmp_path / "model", tensors))
     every_other, part_first = [*"bdf"], tmp_path / "part first"
     assert_same(load(remote, part_first, only=every_other), {n: tensors[n] for n in every_other})

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from remote_checks import TOKEN, assert_no_secret, shown
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.cli import main
 from orbax_safetensors_layout.conversion import FilesTarget
+from orbax_safetensors_layout.storage import hub_upload
 
 TREE = {f"layer.{n}.weight": np.arange(4000.0, dtype=np.float32) + n for n in range(6)}
 OPTIONS = osl.WriteOptions(max_file_bytes=40_000, timeout_seconds=60)
@@ -169,7 +171,7 @@ def test_somebody_else_commits_meanwhile(hub):
         return None
 
     hub.hub.faults = commit
-    with pytest.raises(osl.StorageError, match="412"):
+    with pytest.raises(osl.StorageError, match=r"somebody else has committed.*412.*Save again"):
         osl.save(f"hf://{NAME}", TREE, overwrite=True)
     hub.hub.faults = lambda request: None
     assert files(hub) == {"note.txt": b"theirs"}
@@ -367,3 +369,12 @@ def test_a_conversion_to_the_hub_that_was_interrupted_begins_anew(hub, tmp_path,
         else:
             call()
     assert {str(value.dtype) for value in osl.load(f"hf://{NAME}").values()} == {"bfloat16"}
+
+
+def test_the_log_of_uploads_shows_no_signatures(caplog):
+    with hub_upload._quiet():
+        text = "'%s' thrown while requesting PUT %s"
+        url = "https://bucket.example/part?X-Amz-Signature=abc"
+        logging.getLogger("huggingface_hub.utils._http").warning(text, "reset", url)
+    assert "https://bucket.example/part" in caplog.text
+    assert "abc" not in caplog.text

@@ -333,6 +333,32 @@ def test_a_save_that_fails_leaves_what_was_there(place, tmp_path, overwrite, is_
     assert files_of(place) == before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_fails_says_what_it_could_not_remove(place, overwrite, caplog, monkeypatch):
+    if overwrite:
+        osl.save(place.url, OLD)
+    put, delete, failed = obstore.put, obstore.delete, threading.Event()
+
+    def refused(client, key, data, **options):
+        if "model-00002" not in key:
+            return put(client, key, data, **options)
+        failed.set()
+        raise obstore.exceptions.PermissionDeniedError("no")
+
+    def broken(client, keys, **options):
+        if failed.is_set():
+            raise obstore.exceptions.GenericError("broken")
+        return delete(client, keys, **options)
+
+    monkeypatch.setattr(obstore, "put", refused)
+    monkeypatch.setattr(obstore, "delete", broken)
+    with pytest.raises(osl.StorageError, match="no"):
+        osl.save(place.url, NEW, overwrite=overwrite, options=osl.WriteOptions(max_file_bytes=1))
+    (text,) = [r.getMessage() for r in caplog.records if "is left in" in r.getMessage()]
+    assert place.url.rpartition("/")[0] in text
+    assert "overwrite=True" in text
+
+
 def test_a_failing_copy_says_where_the_new_checkpoint_is(place):
     osl.save(place.url, OLD)
     with (

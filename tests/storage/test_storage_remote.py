@@ -497,6 +497,14 @@ def test_redirects_that_lead_nowhere(target):
         assert "redirect" in str(failure(f"{server.url}/model.safetensors").found)
 
 
+def test_a_redirect_leads_to_no_unencrypted_http_of_another_machine(monkeypatch):
+    monkeypatch.delenv(web.ALLOW_HTTP, raising=False)
+    target = {"Location": "http://other.invalid/model.safetensors"}
+    with Server(lambda request: Reply(302, target)) as server:
+        found = str(failure(f"{server.url}/model.safetensors").found)
+    assert found == "a redirect to unencrypted http at other.invalid"
+
+
 def test_unencrypted_http_to_other_machines_is_asked_for(files, monkeypatch):
     with pytest.raises(osl.StorageError, match="unencrypted http:// paths of other machines"):
         osl.load("http://example.org/model")

@@ -45,9 +45,7 @@ _OF_EXPERTS = re.compile(r"(?P<weight>.+)_activation_scale(_inv)?")
 _OF_GROUPS = re.compile(r"(^|\.)(weight_|_)?(scales?|zeros?|zero_point|absmax|codebooks?|SCB)$")
 # Which weights go with. The last are what AutoAWQ divides activations by, where it cannot fold that
 # into the layer before (autoawq 0.2.9: awq/modules/act.py).
-_OF_INPUTS = re.compile(
-    r"(pre_quant_scale|svdquant_lora_[ab]|(^|\.)(act|gelu_impl)\.scales)$"
-)
+_OF_INPUTS = re.compile(r"(pre_quant_scale|svdquant_lora_[ab]|(^|\.)(act|gelu_impl)\.scales)$")
 CONFIG = "config.json"
 _CONFIGS = (
     (CONFIG, ("quantization_config", "compression_config")),
