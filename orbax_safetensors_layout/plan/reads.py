@@ -115,7 +115,7 @@ class ReadPlan:
         """Return the cost of the plan for this process."""
         needed = read = requests = held = most_held = 0
         staged = padded = False
-        touched: set[int] = set()
+        touched: set[int | str] = set()
         opened: set[TileKey] = set()
         composed: dict[ComposedArray, int] = {}  # and what of each the budget counts
         for group in self.groups():
@@ -125,7 +125,7 @@ class ReadPlan:
             pads = [r.read.blocking.pad_bytes for r in regions if not r.read.direct]
             staged, padded = staged or bool(pads), padded or any(pads)
             needed += sum(request.needed_bytes for request in group.requests)
-            touched.update(region.leaf for region in regions)
+            touched.update(self._tensor(region.leaf) for region in regions)
             if self.adopt and not any(region.layout.is_scratch for region in regions):
                 continue
             fresh = {r.tile: r for r in regions if r.tile not in opened}
@@ -148,6 +148,11 @@ class ReadPlan:
             peak_host_bytes=staging + min(held, most_held),
         )
         return own + self.exchange
+
+    def _tensor(self, number: int) -> int | str:
+        """Return the same for reads of one tensor in blocks."""
+        leaf = self.leaves[number]
+        return number if leaf.into is None else leaf.sources[0].entry.name
 
     def _rate(self, bytes_per_second: float | None = None) -> HostRate:
         platform = "cpu" if self.adopt else ""
@@ -177,11 +182,14 @@ class ReadPlan:
 
     def __str__(self) -> str:
         cost = self.cost()
+        totals: dict[tuple[str, ...], tuple[int, int]] = {}  # of leaves that are read in blocks
+        for leaf, (name, n, r) in zip(self.leaves, self.by_tensor(), strict=True):
+            shape = leaf.shape if leaf.into is None else leaf.sources[0].entry.shape
+            key = name, str(list(shape)), leaf.stored.code
+            needed, read = totals.get(key, (0, 0))
+            totals[key] = needed + n, read + r
         rows = [("tensor", "shape", "dtype", "needed", "read")]
-        rows += [
-            (name, str(list(leaf.shape)), leaf.stored.code, f"{n:,}", f"{r:,}")
-            for leaf, (name, n, r) in zip(self.leaves, self.by_tensor(), strict=True)
-        ]
+        rows += [(*key, f"{n:,}", f"{r:,}") for key, (n, r) in totals.items()]
         return "\n".join([text_table(rows, 3), *self.figures(cost)])
 
     def figures(self, cost: Cost) -> tuple[str, str]:

@@ -94,16 +94,21 @@ class HubStorage(RemoteStorage):
             list_files=self.list,
             head=lambda: self._snapshot().commit,
             asked=self._changing,
+            answer_seconds=self._retrier.policy.attempt_seconds,
         )
         return HubUpload(target.rstrip("/"), repository, rank)
 
-    def _changing(self, call: Callable[[], Any], doing: str) -> Any:
-        """Makes a call of `huggingface_hub` that writes, again where that may help."""
+    def _changing(self, call: Callable[[], Any], doing: str, seconds: float | None) -> Any:
+        """Makes a call of `huggingface_hub` that writes, again where that may help.
+
+        The library waits for answers as long as it takes: here so many `seconds`, if given.
+        """
+        bounded = call if seconds is None else functools.partial(within, seconds, call)
         self._connections.sent.add(self._endpoint, build_hf_headers(library_name=_LIBRARY))
 
         def attempt() -> Any:
             try:
-                return call()
+                return bounded()
             except errors.OfflineModeIsEnabled:
                 raise self._offline() from None
             except Exception as error:

@@ -28,10 +28,12 @@ from orbax_safetensors_layout.errors import StorageError, listed, redact_urls
 
 from .base import NewFolder, Rank, Storage, join
 from .local import LocalStorage
+from .retry import within
 
 _SENT = "orbax_safetensors_layout.uploads"  # of a process, by its number: what it has uploaded
 _MESSAGE = "Save with orbax_safetensors_layout"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT_FACTOR = 10  # the hub looks at all files of a commit before it answers
 T = TypeVar("T")
 
 
@@ -136,13 +138,15 @@ class Repository:
         within: Callable[[str], str],
         list_files: Callable[[str], list[str]],
         head: Callable[[], str],
-        asked: Callable[[Callable[[], Any], str], Any],
+        asked: Callable[[Callable[[], Any], str, float | None], Any],
+        answer_seconds: float,
     ) -> None:
         self.endpoint = endpoint
         self.within = within
         self.list = list_files
         self._head = head
         self._asked = asked
+        self._answer_seconds = answer_seconds
         self._revision = revision
         self._api = HfApi(endpoint=endpoint, library_name="orbax-safetensors-layout")
         self._of: dict[str, Any] = {"repo_id": repo_id, "repo_type": repo_type}
@@ -192,8 +196,9 @@ class Repository:
         def undo() -> None:
             cause = "others have changed it"
             try:
-                if refs() == created:
-                    delete(**self._of, **branch)
+                if within(self._answer_seconds, refs) == created:
+                    remove = functools.partial(delete, **self._of, **branch)
+                    within(self._answer_seconds, remove)
                     return
             except Exception as error:  # the first error is raised
                 cause = type(error).__name__
@@ -219,7 +224,7 @@ class Repository:
                 revision=self._revision,
                 gitignore_content="",  # a repository's own would leave files out, and say nothing
             )
-            self._call(send, f"uploading {names}")
+            self._call(send, f"uploading {names}", factor=None)
         if ignored := [o.path_in_repo for o in operations if o._should_ignore]:
             raise StorageError(
                 f"the hub leaves files out of the commit: {listed(ignored)}",
@@ -249,7 +254,7 @@ class Repository:
                     raise
 
         with _quiet():
-            self._call(attempt, "committing")
+            self._call(attempt, "committing", factor=_COMMIT_FACTOR)
 
     def _shows(self, operations: list[Any]) -> bool:
         """Whether the branch has what operations add, and nothing that they delete.
@@ -257,9 +262,11 @@ class Repository:
         So the commit was made, and only its answer was lost.
         """
         stored: dict[str, str] = {}
+        list_tree = functools.partial(
+            self._api.list_repo_tree, **self._of, recursive=True, revision=self._revision
+        )
         with contextlib.suppress(Exception):  # that of the commit is raised
-            tree = self._api.list_repo_tree(**self._of, recursive=True, revision=self._revision)
-            for entry in tree:
+            for entry in within(self._answer_seconds, lambda: [*list_tree()]):
                 if isinstance(entry, RepoFile):
                     digest = entry.blob_id if entry.lfs is None else entry.lfs.sha256
                     stored[entry.path] = digest
@@ -268,8 +275,10 @@ class Repository:
             for operation in operations  # a deletion has no digest
         )
 
-    def _call(self, call: Callable[[], T], doing: str) -> T:
-        result: T = self._asked(call, doing)
+    def _call(self, call: Callable[[], T], doing: str, *, factor: float | None = 1) -> T:
+        """Makes a call, which may take `factor` times what an answer may; None for any time."""
+        seconds = None if factor is None else factor * self._answer_seconds
+        result: T = self._asked(call, doing, seconds)
         return result
 
 

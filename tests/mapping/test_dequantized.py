@@ -911,6 +911,26 @@ def test_unpacked_values_in_groups_of_an_index(tmp_path, dtype, zeros):
         osl.dequantized(tmp_path)
 
 
+def test_a_plan_has_each_tensor_once(tmp_path):
+    """However many blocks it is read in."""
+    tensors = {
+        "up.weight": np.ones((2048, 4096), FP8),
+        "up.weight_scale_inv": floats(16, 32),
+    }
+    write(tmp_path, tensors, {"weight_block_size": [128, 128], **method("fp8")})
+    mapping = osl.dequantized(tmp_path, dtype="float32")
+    options = osl.ReadOptions(memory_budget_bytes=1 << 22)
+    tree = {"up.weight": jax.ShapeDtypeStruct((2048, 4096), np.float32)}
+    plan = osl.plan_load(tmp_path, tree, mapping=mapping, options=options)
+    assert len(plan.leaves) > 2
+    assert plan.cost().tensors == 2
+    rows = [line.split()[:-2] for line in str(plan).splitlines()[1:3]]
+    assert rows == [
+        ["up.weight", "[2048,", "4096]", "F8_E4M3"],
+        ["up.weight", "[16,", "32]", "F32"],
+    ]
+
+
 def test_words_that_do_not_hold_values_of_the_configured_bits(tmp_path):
     tensors, *_ = integers(8, COLUMNS)
     config = {"config_groups": {"group_0": {"weights": {"num_bits": 7}}}}

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import absl.logging
@@ -378,3 +379,21 @@ def test_the_log_of_uploads_shows_no_signatures(caplog):
         logging.getLogger("huggingface_hub.utils._http").warning(text, "reset", url)
     assert "https://bucket.example/part" in caplog.text
     assert "abc" not in caplog.text
+
+
+@pytest.mark.parametrize("part", ["/repos/create", "/commit/", "/api/models/"])
+def test_a_hub_that_never_answers_ends_a_save(hub, monkeypatch, part):
+    silent = threading.Event()
+
+    def wait(request):
+        if part in request.path:
+            silent.wait(60)
+
+    hub.hub.faults = wait
+    monkeypatch.setattr(hub_upload, "_COMMIT_FACTOR", 1)
+    retries = osl.RetryPolicy(attempts=1, attempt_seconds=1)
+    try:
+        with pytest.raises(osl.StorageError, match="no complete answer in 1 s"):
+            osl.save(f"hf://{NAME}", TREE, options=osl.WriteOptions(retries=retries))
+    finally:
+        silent.set()
