@@ -182,7 +182,9 @@ class ReadPlan:
 
     def __str__(self) -> str:
         cost = self.cost()
-        totals: dict[tuple[str, ...], tuple[int, int]] = {}  # of leaves that are read in blocks
+        totals: dict[
+            tuple[str, str, str], tuple[int, int]
+        ] = {}  # of leaves that are read in blocks
         for leaf, (name, n, r) in zip(self.leaves, self.by_tensor(), strict=True):
             shape = leaf.shape if leaf.into is None else leaf.sources[0].entry.shape
             key = name, str(list(shape)), leaf.stored.code

@@ -190,6 +190,10 @@ def test_a_save_without_a_leaf_lacks_no_tensor_unasked(tmp_path):
     with pytest.raises(MappingError, match=r"there is no leaf 'b', .* would lack 'y'"):
         osl.save(tmp_path / "out", tree, mapping=Mapping([first, second]))
     assert Mapping([first, second]).unapply({"a": jnp.ones(2)}).keys() == {"x"}  # a part, in memory
+    osl.save(tmp_path / "like", {"x": tree["a"], "y": tree["a"]})
+    mapping = Mapping([first, second]).like(tmp_path / "like")
+    with pytest.raises(MappingError, match=r"no leaf takes tensor 'y', as rule 'b' would\. Give"):
+        osl.save(tmp_path / "out", tree, mapping=mapping)
     optional = rule("b", tensor("y"), optional=True)
     osl.save(tmp_path / "out", tree, mapping=Mapping([first, optional]))
     for others in (

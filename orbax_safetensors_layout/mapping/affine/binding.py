@@ -18,7 +18,7 @@ from orbax_safetensors_layout.runtime import text_table
 from ..expr.expression import Expr, given
 from ..expr.opaque_ops import is_opaque
 from ..matching import LeafShapes, Matches, Rule, RuleTarget, group_by_pattern, match_rules
-from ..names import WILDCARD, Pieces, TensorSpec, TensorSpecs, substitute
+from ..names import WILDCARD, NameTree, Pieces, TensorSpec, TensorSpecs, substitute
 from ..problems import Problem, mapping_error, within
 from .bound import BoundExpr
 
@@ -267,9 +267,22 @@ class Binder:
         unused = [name for name in names if not any(p.fullmatch(name) for p in ignored)]
         hint: str | None = "Add rules for such, or name them in Mapping(..., ignore=[...])."
         for first, others in group_by_pattern(unused):
+            if (target := self._target_of(first)) is not None:
+                problem = f"no leaf takes tensor {first!r}{others}, as rule {target!r} would"
+                give = "Give the tree that leaf."
+                self._problems.append(Problem(problem, "", first, "lacking", give))
+                continue
             problem = f"no rule uses tensor {first!r}{others}"
             self._problems.append(Problem(problem, "", first, "lacking", hint))
             hint = None
+
+    def _target_of(self, tensor: str) -> str | None:
+        """Return the target of a rule that takes a tensor, and whose leaf the tree lacks."""
+        alone = NameTree([tensor])
+        for rule in () if self.leaves is None else self.rules:
+            if any(next(alone.match(pattern), None) for pattern in rule.patterns()):
+                return rule.target
+        return None
 
     def _lacking(self) -> list[str]:
         """Return the names of tensors that rules take and the checkpoint does not have."""
