@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -166,8 +167,10 @@ def _merge(leaf: Any, args: Any, is_recorded: bool) -> Any:
             return args  # Orbax's users put a number where only the structure matters
         if not is_array or (args.dtype is None and not is_open):
             return leaf
-        if is_open and getattr(leaf, "sharding", None) is None:
+        if is_open and not hasattr(leaf, "sharding"):
             return args
+        if is_open and leaf.sharding is None:
+            return SavedLeaf(None, args.dtype)
         kind = jax.Array if hasattr(leaf, "sharding") else np.ndarray
     shape = getattr(args, "global_shape", None)
     dtype = args.dtype
@@ -180,7 +183,7 @@ def _merge(leaf: Any, args: Any, is_recorded: bool) -> Any:
         elif not is_open:
             shape = leaf.shape if shape is None else shape
             dtype = leaf.dtype if dtype is None else dtype
-        sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
+        sharding = _placement(leaf) if sharding is None else sharding
     if not isinstance(kind, type):
         return args
     if issubclass(kind, jax.Array):
@@ -200,6 +203,8 @@ def _is_array_like(leaf: Any) -> bool:
 def _place(leaf: Any, fallback: Sharding | None, layouts: bool) -> Any:
     if not _is_array_like(leaf) or not hasattr(leaf, "sharding"):
         return leaf
+    if isinstance(leaf, SavedLeaf):
+        return dataclasses.replace(leaf, sharding=fallback)
     if leaf.sharding is None:
         return SavedLeaf(tuple(leaf.shape), leaf.dtype, fallback)
     if layouts and isinstance(leaf, jax.Array):
@@ -208,10 +213,18 @@ def _place(leaf: Any, fallback: Sharding | None, layouts: bool) -> Any:
         leaf = abstract_array(array.shape, array.dtype, sharding=placement)
     if leaf.dtype != np.uint32:
         return leaf
-    keeps_layout = not isinstance(leaf, jax.Array) and hasattr(leaf, "format")
-    placement = leaf.format if keeps_layout and leaf.format.layout is not None else leaf.sharding
     # Restore arguments take keys for their data.
-    return ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=placement, global_shape=leaf.shape)
+    return ocp.ArrayRestoreArgs(
+        dtype=leaf.dtype, sharding=_placement(leaf), global_shape=leaf.shape
+    )
+
+
+def _placement(leaf: Any) -> Any:
+    """The sharding of a leaf, if it has one; of an abstract one with its device layout."""
+    has_layout = getattr(getattr(leaf, "format", None), "layout", None) is not None
+    if has_layout and not isinstance(leaf, jax.Array):
+        return leaf.format
+    return getattr(leaf, "sharding", None)
 
 
 def load_resized(

@@ -113,7 +113,7 @@ class VersionedStorage(WrappedStorage):
             with self._state:
                 self._kept[entry.name] = values
                 self._kept_bytes += values.nbytes
-                self._drop_kept(least=1)
+                self._drop_kept(least=0 if self._begun_bytes else 1)
             return values
 
     @contextlib.contextmanager

@@ -50,8 +50,8 @@ class HostLeaf:
 class SavedLeaf:
     """An abstract leaf that asks for the type and the placement that were saved."""
 
-    shape: tuple[int, ...]  # of typed PRNG keys, theirs or their data's
-    dtype: Any
+    shape: tuple[int, ...] | None  # of typed PRNG keys, theirs or their data's; None if saved so
+    dtype: Any  # and None, too
     sharding: Sharding | None = None  # if none was saved, or not for these devices
 
 

@@ -66,9 +66,12 @@ class InPlace(NewFolder):
 
     def end(self) -> None:
         try:
-            if self._is_prepared and self._claim.is_in_store():  # or another save has begun
+            if self._is_prepared and self._claim.is_in_store():
                 with _warning_of_remains(self.folder):
                     self._clear()
+            elif self._is_prepared:
+                text = "What the save has written may be left in %s, where another may have begun"
+                logging.warning(text, redact(self.folder))
         finally:
             self._claim.release()
 

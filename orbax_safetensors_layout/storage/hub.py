@@ -98,17 +98,13 @@ class HubStorage(RemoteStorage):
         )
         return HubUpload(target.rstrip("/"), repository, rank)
 
-    def _changing(self, call: Callable[[], Any], doing: str, seconds: float | None) -> Any:
-        """Makes a call of `huggingface_hub` that writes, again where that may help.
-
-        The library waits for answers as long as it takes: here so many `seconds`, if given.
-        """
-        bounded = call if seconds is None else functools.partial(within, seconds, call)
+    def _changing(self, call: Callable[[], Any], doing: str) -> Any:
+        """Makes a call of `huggingface_hub` that writes, again where that may help."""
         self._connections.sent.add(self._endpoint, build_hf_headers(library_name=_LIBRARY))
 
         def attempt() -> Any:
             try:
-                return bounded()
+                return call()
             except errors.OfflineModeIsEnabled:
                 raise self._offline() from None
             except Exception as error:
@@ -117,7 +113,8 @@ class HubStorage(RemoteStorage):
                     cause = cause.__cause__
                 if isinstance(cause, errors.HfHubHTTPError):
                     raise self._explained(cause, "write to") from None
-                raise Failure(f"{type(cause).__name__}: {cause}", transient=False) from None
+                is_late = isinstance(cause, TimeoutError)  # by `within`
+                raise Failure(f"{type(cause).__name__}: {cause}", transient=is_late) from None
 
         return self._retrier.run(attempt, doing, self._root)
 

@@ -138,7 +138,7 @@ class Repository:
         within: Callable[[str], str],
         list_files: Callable[[str], list[str]],
         head: Callable[[], str],
-        asked: Callable[[Callable[[], Any], str, float | None], Any],
+        asked: Callable[[Callable[[], Any], str], Any],
         answer_seconds: float,
     ) -> None:
         self.endpoint = endpoint
@@ -175,17 +175,27 @@ class Repository:
 
     def _create(self, create: Callable[[], object], doing: str) -> bool:
         """Creates something; returns False where it exists by now, made by another."""
+        is_begun = False
 
         def attempt() -> bool:
+            nonlocal is_begun
             try:
-                create()
+                within(self._answer_seconds, create)
+            except TimeoutError:
+                is_begun = True
+                raise
             except HfHubHTTPError as error:
                 if error.response.status_code != 409:
                     raise
-                return False
+                return is_begun  # by a call that was not answered
             return True
 
-        return self._call(attempt, doing)
+        try:
+            return self._call(attempt, doing, is_bounded=False)
+        except StorageError:
+            if is_begun:
+                logging.warning("%s was not answered; it may be there by now", doing)
+            raise
 
     def _undoing(self, delete: Callable[..., object], **branch: str) -> Callable[[], None]:
         """Return what deletes the new repository, or branch, if it is still as it is now."""
@@ -224,7 +234,7 @@ class Repository:
                 revision=self._revision,
                 gitignore_content="",  # a repository's own would leave files out, and say nothing
             )
-            self._call(send, f"uploading {names}", factor=None)
+            self._call(send, f"uploading {names}", is_bounded=False)
         if ignored := [o.path_in_repo for o in operations if o._should_ignore]:
             raise StorageError(
                 f"the hub leaves files out of the commit: {listed(ignored)}",
@@ -246,7 +256,7 @@ class Repository:
 
         def attempt() -> None:
             try:
-                create()
+                within(_COMMIT_FACTOR * self._answer_seconds, create)
             except Exception as error:
                 status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
                 is_unclear = status is None or status >= 500 or status == 412
@@ -254,7 +264,7 @@ class Repository:
                     raise
 
         with _quiet():
-            self._call(attempt, "committing", factor=_COMMIT_FACTOR)
+            self._call(attempt, "committing", is_bounded=False)
 
     def _shows(self, operations: list[Any]) -> bool:
         """Whether the branch has what operations add, and nothing that they delete.
@@ -275,10 +285,10 @@ class Repository:
             for operation in operations  # a deletion has no digest
         )
 
-    def _call(self, call: Callable[[], T], doing: str, *, factor: float | None = 1) -> T:
-        """Makes a call, which may take `factor` times what an answer may; None for any time."""
-        seconds = None if factor is None else factor * self._answer_seconds
-        result: T = self._asked(call, doing, seconds)
+    def _call(self, call: Callable[[], T], doing: str, *, is_bounded: bool = True) -> T:
+        """Makes a call, which may take as long as an answer may unless it bounds itself."""
+        bounded = functools.partial(within, self._answer_seconds, call) if is_bounded else call
+        result: T = self._asked(bounded, doing)
         return result
 
 

@@ -10,12 +10,14 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from meshes import mesh_of, place
 from sampling import every
 from states import same
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.reading import saved_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -335,3 +337,30 @@ def test_an_item_s_shape_cuts_and_fills_nothing(tmp_path, rows):
             )
     same(*restored)
     assert restored[1][0]["w"].shape == (4,)
+
+
+def test_arrays_of_devices_that_are_not_here_are_replicated(tmp_path, monkeypatch):
+    value = np.arange(16, dtype=ml_dtypes.bfloat16).reshape(8, 2)
+    state = {"w": place(value, P("x")), "host": np.arange(3)}
+    monkeypatch.setattr(saved_metadata, "decode_sharding", lambda record: None)
+    with ocp.Checkpointer(osl.SafetensorsCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "step", args=ocp.args.StandardSave(state))
+        item = {"w": jax.ShapeDtypeStruct((8, 2), np.float32), "host": np.zeros(3)}
+        for args in (PyTree(item), PyTree(item, restore_args=plain(item))):
+            restored = checkpointer.restore(tmp_path / "step", args=args)
+            assert isinstance(restored["w"], jax.Array)
+            assert restored["w"].is_fully_replicated
+            assert isinstance(restored["host"], np.ndarray)
+            np.testing.assert_array_equal(np.asarray(restored["w"]), value)
+
+
+def test_the_device_layout_of_an_item_counts(tmp_path):
+    value = place(np.arange(32, dtype=np.float32).reshape(8, 4), P("x"))
+    asked = Format(Layout(major_to_minor=(1, 0)), value.sharding)
+    item = {"w": jax.ShapeDtypeStruct(value.shape, np.float16, sharding=asked)}
+    with ocp.Checkpointer(osl.SafetensorsCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "step", args=ocp.args.StandardSave({"w": value}))
+        restored = checkpointer.restore(tmp_path / "step", args=PyTree(item))["w"]
+    assert restored.format.layout.major_to_minor == (1, 0)
+    assert restored.dtype == value.dtype
+    np.testing.assert_array_equal(np.asarray(restored), np.asarray(value))

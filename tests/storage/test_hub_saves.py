@@ -381,19 +381,43 @@ def test_the_log_of_uploads_shows_no_signatures(caplog):
     assert "abc" not in caplog.text
 
 
-@pytest.mark.parametrize("part", ["/repos/create", "/commit/", "/api/models/"])
+@pytest.mark.parametrize("part", ["/repos/create", "/api/models/", "/commit/"])
 def test_a_hub_that_never_answers_ends_a_save(hub, monkeypatch, part):
     silent = threading.Event()
 
-    def wait(request):
+    def wait(request):  # when it has done what is asked
         if part in request.path:
             silent.wait(60)
 
     hub.hub.faults = wait
     monkeypatch.setattr(hub_upload, "_COMMIT_FACTOR", 1)
     retries = osl.RetryPolicy(attempts=1, attempt_seconds=1)
+    options = osl.WriteOptions(retries=retries)
     try:
-        with pytest.raises(osl.StorageError, match="no complete answer in 1 s"):
-            osl.save(f"hf://{NAME}", TREE, options=osl.WriteOptions(retries=retries))
+        if part == "/commit/":
+            osl.save(f"hf://{NAME}", TREE, options=options)
+            assert set(tensors(files(hub))) == TREE.keys()
+        else:
+            with pytest.raises(osl.StorageError, match="no complete answer in 1 s"):
+                osl.save(f"hf://{NAME}", TREE, options=options)
     finally:
         silent.set()
+
+
+def test_a_repository_that_was_made_without_an_answer_is_undone(hub):
+    silent, left = threading.Event(), [1]
+
+    def wait(request):
+        if "/repos/create" in request.path and left[0]:
+            left[0] -= 1
+            silent.wait(60)
+
+    hub.hub.faults = wait
+    retries = osl.RetryPolicy(attempts=3, attempt_seconds=2, base_seconds=0.01)
+    hub.ignores.add("model.safetensors")
+    try:
+        with pytest.raises(osl.StorageError, match="leaves files out"):
+            osl.save(f"hf://{NAME}", {"w": np.ones(3)}, options=osl.WriteOptions(retries=retries))
+    finally:
+        silent.set()
+    assert hub.repo(f"models/{NAME}") is None

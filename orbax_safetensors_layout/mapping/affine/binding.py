@@ -229,7 +229,7 @@ class Binder:
         ties = self._tie(targets, bound, notes)
         if ignored is not None:
             self._check_unused([n for n in self.specs.names if n not in self.used], ignored)
-            self._check_unused(self.unmade, ignored)
+            self._check_unused(self.unmade, ignored, are_others=True)
         if self._problems:
             names = {
                 "file": tuple(self.specs.names),
@@ -263,11 +263,14 @@ class Binder:
                 self._problems.append(Problem(text, f"rule {rule.target!r}", other, "leaf"))
         return ties
 
-    def _check_unused(self, names: Iterable[str], ignored: Sequence[re.Pattern[str]]) -> None:
+    def _check_unused(
+        self, names: Iterable[str], ignored: Sequence[re.Pattern[str]], *, are_others: bool = False
+    ) -> None:
         unused = [name for name in names if not any(p.fullmatch(name) for p in ignored)]
         hint: str | None = "Add rules for such, or name them in Mapping(..., ignore=[...])."
         for first, others in group_by_pattern(unused):
-            if (target := self._target_of(first)) is not None:
+            target = None if are_others else self._lacking_leaf(first)
+            if target is not None:
                 problem = f"no leaf takes tensor {first!r}{others}, as rule {target!r} would"
                 give = "Give the tree that leaf."
                 self._problems.append(Problem(problem, "", first, "lacking", give))
@@ -276,12 +279,15 @@ class Binder:
             self._problems.append(Problem(problem, "", first, "lacking", hint))
             hint = None
 
-    def _target_of(self, tensor: str) -> str | None:
-        """Return the target of a rule that takes a tensor, and whose leaf the tree lacks."""
-        alone = NameTree([tensor])
-        for rule in () if self.leaves is None else self.rules:
-            if any(next(alone.match(pattern), None) for pattern in rule.patterns()):
-                return rule.target
+    def _lacking_leaf(self, tensor: str) -> str | None:
+        """Return the target of a rule that takes a tensor for a leaf that the tree lacks."""
+        alone, leaves = NameTree([tensor]), self.leaves
+        for rule in () if leaves is None else self.rules:
+            for pattern in rule.patterns():
+                for _, captures in alone.match(pattern):
+                    leaf = substitute(rule.target, captures)
+                    if leaves is not None and "{" not in leaf and leaf not in leaves:
+                        return rule.target
         return None
 
     def _lacking(self) -> list[str]:
