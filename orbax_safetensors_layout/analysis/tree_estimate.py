@@ -28,7 +28,7 @@ from orbax_safetensors_layout.plan import (
 from orbax_safetensors_layout.pytree import (
     AbstractTree,
     abstract_array,
-    dotted_names,
+    named_leaves,
     prng,
 )
 from orbax_safetensors_layout.runtime import frozen_heap
@@ -115,12 +115,11 @@ def mesh_of(abstract: Any) -> dict[str, int] | None:
 
 def _placed(abstract: Any, rules: ShardingRules, mesh: MeshShape) -> tuple[list[_Leaf], Any]:
     """Return the arrays, and the tree with a sharding at each."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    pairs, treedef = named_leaves(abstract)
     leaves, structs = [], []
     shared = functools.cache(functools.partial(abstract_sharding, mesh))
 
-    names = dotted_names([path for path, _ in pairs])
-    for name, (_, leaf) in zip(names, pairs, strict=True):
+    for name, leaf in pairs:
         shape = getattr(leaf, "shape", None)
         if shape is None:  # a value that every process reads for itself
             structs.append(leaf)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from orbax_safetensors_layout.catalog import (
+    ORBAX_ITEM,
     Discovery,
     as_recorded,
     check_save,
@@ -53,7 +54,6 @@ from orbax_safetensors_layout.storage import Storage, join, open_storage, read_f
 
 from .report import Finding, Report
 
-_ITEM_METADATA = "_METADATA"  # that Orbax knows a tree by
 _MOST_FINDINGS = 10_000  # of one kind; a header of 100 MB can have two million malformed entries
 
 
@@ -169,7 +169,7 @@ class StructureCheck:
             with self._reporting("manifest"):
                 manifest = read_manifest(self.storage, discovery.manifest_file)
         if discovery.manifest_file is None and self._names_manifest():
-            self._error("manifest", f"{MANIFEST} is missing, which {_ITEM_METADATA} names")
+            self._error("manifest", f"{MANIFEST} is missing, which {ORBAX_ITEM} names")
         self._check_values({} if manifest is None else manifest.dtypes_in_files())
         if discovery.weights is not None:
             self._check_index(discovery.weights)
@@ -243,9 +243,9 @@ class StructureCheck:
         """Whether metadata of an item of Orbax say that it was saved with a manifest."""
         if self.storage.is_file(self.path):
             return False
-        if not self.storage.existing(self.path, [_ITEM_METADATA]):
+        if not self.storage.existing(self.path, [ORBAX_ITEM]):
             return False
-        file = join(self.path, _ITEM_METADATA)
+        file = join(self.path, ORBAX_ITEM)
         with self._reporting("manifest"):
             data = read_file(self.storage, file, "the item's metadata", error=InvalidManifestError)
             with contextlib.suppress(ValueError):  # of others

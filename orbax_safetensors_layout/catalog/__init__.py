@@ -2,6 +2,7 @@
 
 from .catalog import Catalog, as_recorded, read_header
 from .discover import (
+    ORBAX_ITEM,
     CheckpointRef,
     Discovery,
     discover,

@@ -51,7 +51,7 @@ from .folder_names import (
     visible_names,
 )
 
-_ORBAX_ITEM = "_METADATA"  # the file that every tree has which Orbax saved
+ORBAX_ITEM = "_METADATA"  # the file that every tree has which Orbax saved
 _ORBAX_STEP = ("_CHECKPOINT_METADATA", "orbax.checkpoint")  # the files that its steps have
 _USUAL_ITEMS = ("default", "state")  # opened where a step has several: those of Orbax v0 and v1
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")  # folders of steps, as `step_0007` is
@@ -91,7 +91,7 @@ def is_safetensors_checkpoint(
 
 def is_orbax_checkpoint(folder: str) -> bool:
     """Whether Orbax made a folder."""
-    return any(os.path.exists(os.path.join(folder, name)) for name in (_ORBAX_ITEM, *_ORBAX_STEP))
+    return any(os.path.exists(os.path.join(folder, name)) for name in (ORBAX_ITEM, *_ORBAX_STEP))
 
 
 def holds_checkpoint(folder: str) -> bool:
@@ -267,7 +267,7 @@ def _not_found(storage: Storage, path: str, item: str | None = None) -> Checkpoi
         file=path,
         expected=f"a '{SUFFIX}' file, or a folder with '{SUFFIX}' files directly in it",
         found=listed(content) or ("an empty folder" if is_there else "nothing"),
-        hint=_IN_ORBAXS_FORMAT if _ORBAX_ITEM in names else _hint(storage, path),
+        hint=_IN_ORBAXS_FORMAT if ORBAX_ITEM in names else _hint(storage, path),
     )
 
 
@@ -303,7 +303,7 @@ def _checkpoints_below(storage: Storage, folder: str) -> tuple[list[str], list[s
             names = storage.list(place) if inner else []
             if _has_safetensors(names):
                 safetensors.append(inner)
-            elif _ORBAX_ITEM in names:
+            elif ORBAX_ITEM in names:
                 orbax.append(inner)
             elif inner.count("/") + bool(inner) < _DEPTH:
                 folders = [name for name in storage.folders(place) if not name.startswith(".")]
@@ -317,11 +317,11 @@ def _has_safetensors(names: Sequence[str]) -> bool:
 
 
 def _is_tree(names: Sequence[str]) -> bool:
-    return _ORBAX_ITEM in names or MANIFEST in names or _has_safetensors(names)
+    return ORBAX_ITEM in names or MANIFEST in names or _has_safetensors(names)
 
 
 def _is_orbax(names: Sequence[str]) -> bool:
-    return _ORBAX_ITEM in names and not _has_safetensors(names)
+    return ORBAX_ITEM in names and not _has_safetensors(names)
 
 
 def _model_alone(names: list[str], path: str) -> list[str]:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping as Dict
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from absl import logging
 
@@ -41,7 +40,7 @@ from orbax_safetensors_layout.options import (
     given_or_default,
     require,
 )
-from orbax_safetensors_layout.pytree import dotted_names
+from orbax_safetensors_layout.pytree import named_leaves
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers
 from orbax_safetensors_layout.save import save_group
 from orbax_safetensors_layout.storage import (
@@ -180,10 +179,9 @@ def _specs(catalog: Catalog) -> TensorSpecs:
 
 def _form(tree: Any, mapping: Mapping | None) -> str:
     """Return a digest of what the leaves of a tree are made of."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = [
         (name, str(getattr(leaf, "dtype", "")), getattr(leaf, "shape", ()))
-        for name, (_, leaf) in zip(dotted_names([path for path, _ in paths]), paths, strict=True)
+        for name, leaf in named_leaves(tree)[0]
     ]
     made_of = mapping and fingerprint(mapping)
     return hashlib.sha256(repr((made_of, names)).encode()).hexdigest()

@@ -22,7 +22,7 @@ from orbax_safetensors_layout.mapping import (
     unapplied,
 )
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.pytree import dotted_names
+from orbax_safetensors_layout.pytree import named_leaves
 from orbax_safetensors_layout.reading import values_on_all
 from orbax_safetensors_layout.runtime import ProcessGroup, Workers, allocate
 from orbax_safetensors_layout.sharding import box_of
@@ -53,9 +53,8 @@ def updated(
         MappingError: The mapping does not save, or not these leaves.
         MismatchError: A leaf is not an array.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = dotted_names([path for path, _ in paths])
-    leaves = {name: leaf for name, (_, leaf) in zip(names, paths, strict=True)}
+    pairs, treedef = named_leaves(tree)
+    leaves = dict(pairs)
     shared = shared_buffers(filter(_is_numbers, leaves.values())) if donate else frozenset()
     changed = {name for difference in differences for name in difference.entries}
     parts: list[LiveTensors] | list[_LeafAsTensor]
@@ -143,9 +142,7 @@ def are_published(tree: Any, mapping: Mapping | None, published: TensorSpecs) ->
     They are those that were published, with their shapes and dtypes. Of what no tensors can be made
     of, `updated` says so.
     """
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    names = dotted_names([path for path, _ in paths])
-    leaves = {n: leaf for n, (_, leaf) in zip(names, paths, strict=True) if leaf is not ...}
+    leaves = {name: leaf for name, leaf in named_leaves(tree)[0] if leaf is not ...}
     if mapping is None:
         return all(
             name in published and (not _is_numbers(leaf) or _spec_of(leaf) == published[name])

@@ -11,6 +11,7 @@ from .abstract import (
     current_mesh,
     in_host_memory,
     leaf_shapes,
+    named_leaves,
 )
 from .keys import dotted_name, dotted_names, nested_dicts, unboxed_names
 from .treedef import decode_treedef, encode_treedef

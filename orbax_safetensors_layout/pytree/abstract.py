@@ -108,11 +108,16 @@ def abstract_dicts(specs: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str
     return nested_dicts({name: struct(shape, dtype) for name, (shape, dtype) in specs.items()})
 
 
+def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Return the leaves of a tree with their names, as loading names them, and its treedef."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = dotted_names([path for path, _ in pairs])
+    return [(name, leaf) for name, (_, leaf) in zip(names, pairs, strict=True)], treedef
+
+
 def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...] | None]:
     """Return the shape of each leaf of a tree by name, as loading names it; None without one."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    names = dotted_names([path for path, _ in leaves])
-    return {name: getattr(x, "shape", None) for name, (_, x) in zip(names, leaves, strict=True)}
+    return {name: getattr(leaf, "shape", None) for name, leaf in named_leaves(tree)[0]}
 
 
 def _replicated_everywhere() -> NamedSharding:

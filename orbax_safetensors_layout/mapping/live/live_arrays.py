@@ -25,7 +25,7 @@ from orbax_safetensors_layout.errors import (
     MappingError,
     SafetensorsLayoutError,
 )
-from orbax_safetensors_layout.pytree import abstract_array, dotted_names, nested_dicts
+from orbax_safetensors_layout.pytree import abstract_array, named_leaves, nested_dicts
 from orbax_safetensors_layout.sharding import Placement, sharding_of
 
 from ..affine.bound import BoundExpr, Valued
@@ -232,7 +232,7 @@ def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
 
 def unapply(mapping: Any, tree: Any, shardings: Any, *, donate: bool) -> dict[str, Any]:
     """See `Mapping.unapply`."""
-    arrays = _named_leaves(tree)
+    arrays = _leaves_by_name(tree)
     groups = _inverse_planned(mapping, _specs(arrays), _is_x64())
     names = [name for group in groups for name in group.results]
     if shardings is None or _is_placement(shardings):
@@ -292,13 +292,13 @@ class LiveTensors(NamedTuple):
 
 def unapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
     """Return the tensors of a tree, those that are made of the same leaves together."""
-    arrays = _named_leaves(tree)
+    arrays = _leaves_by_name(tree)
     return [LiveTensors(arrays, (g,)) for g in _inverse_planned(mapping, _specs(arrays), _is_x64())]
 
 
 def reapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
     """Return as `unapplied` does tensors that have no leaf in common, and the way back."""
-    arrays = _named_leaves(tree)
+    arrays = _leaves_by_name(tree)
     specs = _specs(arrays)
     saves = _inverse_planned(mapping, specs, _is_x64())
     asked = tuple((name, spec.shape, spec.dtype) for name, spec in specs)
@@ -325,11 +325,9 @@ def _result_specs(groups: Iterable[_ArrayGroup]) -> dict[str, TensorSpec]:
     }
 
 
-def _named_leaves(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+def _leaves_by_name(tree: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
-    names = dotted_names([path for path, _ in leaves])
-    for name, (_, leaf) in zip(names, leaves, strict=True):
+    for name, leaf in named_leaves(tree)[0]:
         if name in named:
             raise MappingError(
                 "two leaves have one name",
@@ -345,10 +343,9 @@ def _is_placement(value: Any) -> bool:
 
 
 def _asked_leaves(tree: Any) -> tuple[dict[str, _AskedLeaf], Callable[[Iterable[Any]], Any]]:
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, treedef = named_leaves(tree)
     asked: dict[str, _AskedLeaf] = {}
-    names = dotted_names([path for path, _ in leaves])
-    for name, (_, leaf) in zip(names, leaves, strict=True):
+    for name, leaf in leaves:
         if _is_placement(leaf):
             asked[name] = _AskedLeaf(placement=leaf)
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
