@@ -67,7 +67,11 @@ class Storage(NamedTuple):
 
 
 LOCAL = Storage(None, 2048, 40, {"replicated": 20, "partly": 60, "dim0": 100}, (0, 2, 20, 38))
-STORAGES = {"local": LOCAL, "far": Storage((0.02, 4e6)), "slow": Storage((0.05, 1e6))}
+STORAGES = {
+    "local": LOCAL,
+    "far": Storage((0.02, 4e6), other_times={"dim0": 3}),
+    "slow": Storage((0.05, 1e6)),
+}
 MOST_TINY = 8000
 STREAMS = 8
 MOST = 1.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import threading
@@ -186,8 +185,7 @@ def test_loads_that_nobody_awaits_leave_no_files_open(folder):
     before = descriptors()
     for _ in range(20):
         asyncio.run(begin())
-    gc.collect()
-    assert descriptors() == before
+    assert descriptors() <= before  # those of other tests' servers may be closed meanwhile
     assert not readers()
 
 

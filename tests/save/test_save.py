@@ -694,7 +694,9 @@ def nothing_leaks():
 
     before = count()
     yield
-    assert count() == before
+    after = count()
+    assert after[0] <= before[0]  # files of other tests may be closed meanwhile
+    assert after[1] <= before[1]
 
 
 OLD = {"t": np.arange(100.0), "u": np.arange(50.0)}

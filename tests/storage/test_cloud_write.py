@@ -89,7 +89,7 @@ def test_bytes_before_their_turn_leave_no_file_behind(tmp_path, monkeypatch):
     with pytest.raises(osl.StorageError, match="not complete"):
         writer.finish()
     writer.abort()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert os.listdir(tmp_path) == []
 
 

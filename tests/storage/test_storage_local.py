@@ -138,7 +138,7 @@ def test_descriptors_are_bounded_and_released(tmp_path, monkeypatch):
             (tmp_path / str(number)).write_bytes(b"x")
             assert read(storage, tmp_path / str(number), 0, [1]) == b"x"
         assert len(os.listdir("/proc/self/fd")) <= before + 4
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_program_with_few_descriptors_left(tmp_path):

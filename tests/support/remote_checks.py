@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ def hub_in_use(monkeypatch: pytest.MonkeyPatch, home: os.PathLike[str]) -> Itera
 
 
 def descriptors() -> int:
+    """The number of open files, without those that only garbage holds."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
