@@ -194,7 +194,7 @@ def convert(
         arrays = arrays_of(tree)
         source_kind = reader.kind
         if source_kind == "hf" and mapping is not None and inverse is None:
-            inverse = reader.is_recorded and not mapping.leaf_names(arrays)
+            inverse = reader.is_recorded and not mapping.match(arrays).taken()
         kind = format or ("orbax" if source_kind == "hf" and not inverse else "hf")
         folder, remote = _target_folder(target, group, stack, overwrite=overwrite)
         restart = restart or remote is not None

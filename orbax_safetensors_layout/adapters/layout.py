@@ -11,13 +11,15 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.catalog import discover, is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, listed
+from orbax_safetensors_layout.load import LoadRequest, telling_others
 from orbax_safetensors_layout.storage import open_storage
 
 from . import _orbax, routing, settings
 from .background import in_background
-from .item import begin_load
+from .item import is_orbax_item
 from .metadata import CheckpointMetadata, metadata_v1
 from .v0 import SafetensorsCheckpointHandler, SafetensorsRestore, SafetensorsSave
+from .v1 import begin_load_v1
 
 _NOT_GIVEN: Any = object()
 
@@ -52,8 +54,8 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     """
 
     async def get_checkpointable_names(self, path: ocp.path.Path) -> list[str]:
-        """Names of the items at `path`, `"state"` first, the others sorted."""
-        return [*await in_background(_items, path)]
+        """Names of the trees at `path`, `"state"` first, the others sorted; also of Orbax's own."""
+        return await in_background(_tree_names, path)
 
     async def validate_checkpointables(self, path: ocp.path.Path) -> None:
         """Checks, by names alone, that there is a checkpoint; else a `CheckpointNotFoundError`."""
@@ -61,7 +63,10 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
 
     async def validate(self, path: ocp.path.Path, checkpointable_name: str | None) -> None:
         """Checks, by names alone, that it is there; else an `InvalidLayoutError`."""
-        await in_background(_locate, path, checkpointable_name)
+        if theirs := await _orbaxs(path, checkpointable_name):
+            await theirs.validate(path, checkpointable_name)
+        else:
+            await in_background(_locate, path, checkpointable_name)
 
     def metadata(self, path: Any, checkpointable_name: str | None = _NOT_GIVEN) -> Any:
         """Shapes and dtypes of one checkpointable; a coroutine, but for Orbax v0's path alone."""
@@ -72,6 +77,8 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
     async def _metadata(
         self, path: ocp.path.Path, checkpointable_name: str | None
     ) -> ocp.CheckpointMetadata[Any]:
+        if theirs := await _orbaxs(path, checkpointable_name):
+            return await theirs.metadata(path, checkpointable_name)
         mapping = settings.current(self.own).mapping
         item = await in_background(_locate, path, checkpointable_name)
         return await _with_record(path, await in_background(metadata_v1, item, mapping))
@@ -85,8 +92,11 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         read = {name: await in_background(metadata_v1, items[name], mapping) for name in items}
         custom = {name: metadata.custom for name, metadata in read.items()}
         times = [m.modified_nsecs for m in read.values() if m.modified_nsecs is not None]
+        trees = {name: metadata.tree for name, metadata in read.items()}
+        for name in await in_background(_orbax_names, path, items):
+            trees[name] = (await (await _orbax.orbaxs_layout(path)).metadata(path, name)).metadata
         metadata = CheckpointMetadata(
-            {name: metadata.tree for name, metadata in read.items()},
+            {name: trees[name] for name in sorted(trees, key=_order)},
             custom if len(custom) != 1 else next(iter(custom.values())),
             max(times, default=None),
         )
@@ -99,11 +109,18 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         abstract_state: Any = None,
     ) -> Awaitable[Any]:
         """Holds the tree against the headers; loads as `osl.load` when awaited."""
-        item_path = await in_background(_locate, path, checkpointable_name)
+        if theirs := await _orbaxs(path, checkpointable_name):
+            loading: Awaitable[Any] = await theirs.load(path, checkpointable_name, abstract_state)
+            return loading
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
-        return in_background(
-            await in_background(begin_load, item_path, abstract_state, mapping, options)
-        )
+
+        def locate() -> ocp.path.Path:
+            with telling_others(path, LoadRequest(abstract_state, mapping, None, options)):
+                return _locate(path, checkpointable_name)
+
+        item_path = await in_background(locate)
+        begin = begin_load_v1(item_path, abstract_state, mapping, options)
+        return in_background(await in_background(begin))
 
     async def load_checkpointables(
         self, path: ocp.path.Path, abstract_checkpointables: Mapping[str, Any] | None = None
@@ -123,12 +140,14 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
             )
         options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
 
+        begins = {
+            name: begin_load_v1(items[name], abstract, mapping, options)
+            for name, abstract in abstracts.items()
+            if name in items
+        }
+
         def load_ours() -> dict[str, Any]:
-            return {
-                name: begin_load(items[name], abstract, mapping, options)()
-                for name, abstract in abstracts.items()
-                if name in items
-            }
+            return {name: begin()() for name, begin in begins.items()}
 
         theirs = {name: abstract for name, abstract in abstracts.items() if name in others}
         if not theirs:
@@ -238,8 +257,30 @@ def _items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
         return {_orbax.STATE: path}
     children = path.iterdir() if path.is_dir() else ()
     items = [child for child in children if child.is_dir() and is_safetensors_checkpoint(child)]
-    items.sort(key=lambda item: (item.name != _orbax.STATE, item.name))
+    items.sort(key=lambda item: _order(item.name))
     return {item.name: item for item in items}
+
+
+def _order(name: str) -> tuple[bool, str]:
+    return name != _orbax.STATE, name
+
+
+def _tree_names(path: ocp.path.Path) -> list[str]:
+    items = _items(path)
+    return sorted([*items, *_orbax_names(path, items)], key=_order)
+
+
+def _orbax_names(path: ocp.path.Path, items: Collection[str]) -> list[str]:
+    """Names of the trees in Orbax's own format, beside items of ours."""
+    return [name for name in _other_names(path, items) if is_orbax_item(path / name)]
+
+
+async def _orbaxs(path: ocp.path.Path, name: str | None) -> Any:
+    """Orbax's layout, where a checkpointable is a tree in Orbax's own format; else None."""
+    if name is None or await in_background(is_safetensors_checkpoint, path):
+        return None
+    names = await in_background(_orbax_names, path, ())
+    return await _orbax.orbaxs_layout(path) if name in names else None
 
 
 def _required_items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
@@ -269,5 +310,5 @@ def _locate(path: ocp.path.Path, name: str | None) -> ocp.path.Path:
     items = _required_items(path)
     missing = "a checkpoint of its own" if name is None else f"a checkpointable named '{name}'"
     raise ocp.errors.InvalidLayoutError(
-        f"'{path}' does not hold {missing}; it holds: {listed(items)}."
+        f"'{path}' does not hold {missing}; it holds: {listed(_tree_names(path) or items)}."
     )

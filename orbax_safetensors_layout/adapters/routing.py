@@ -18,7 +18,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
 from . import _orbax
 from .background import in_background
-from .item import check_step, is_orbax_item
+from .item import check_step
 from .settings import NOTHING, Settings
 from .v1 import SafetensorsHandler
 
@@ -125,15 +125,19 @@ def _own() -> Settings | None:
 
 
 async def _resolve_layout(layout: Any, path: Any = None) -> Any:
-    is_ours = isinstance(layout, _LayoutOption)
-    if path is not None and (is_ours or _has_handler()):
-        await in_background(check_step, path, has_layout=is_ours)
-    if not is_ours:
+    ours = None
+    if isinstance(layout, _LayoutOption):
+        ours = layout.layout
+    elif layout is _Layouts.SAFETENSORS and is_installed():
+        ours = _layout_class()
+    if path is not None and (ours or _has_handler()):
+        await in_background(check_step, path, has_layout=ours is not None)
+    if ours is None:
         return await _orbax.get_layout_class(layout, path)
     if path is not None and await in_background(_is_orbaxs, ocp.path.Path(path)):
         return await _orbax.get_layout_class(_Layouts.ORBAX, path)
     await _orbax.get_layout_class(_Layouts.SAFETENSORS, path)  # its checks of the path
-    return lambda: layout.layout
+    return lambda: ours
 
 
 def _has_handler() -> bool:
@@ -143,11 +147,12 @@ def _has_handler() -> bool:
 
 
 def _is_orbaxs(path: ocp.path.Path) -> bool:
-    """Whether it is a step all of whose trees are in Orbax's own format."""
+    """Whether it is a step of items, none of which is ours."""
     if not (path / _orbax.STEP_METADATA).exists() or is_safetensors_checkpoint(path):
         return False
-    items = [child for child in path.iterdir() if child.is_dir()]
-    return any(map(is_orbax_item, items)) and not any(map(is_safetensors_checkpoint, items))
+    children = [child for child in path.iterdir() if child.name not in _orbax.RESERVED]
+    items = [child for child in children if child.is_dir()]
+    return bool(items) and not any(map(is_safetensors_checkpoint, items))
 
 
 def _for_save(registry: Any, checkpointable: Any, *, name: str) -> Any:

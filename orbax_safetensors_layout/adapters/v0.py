@@ -14,6 +14,7 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 from orbax.checkpoint import future
 
 from orbax_safetensors_layout.format import MANIFEST
+from orbax_safetensors_layout.load import LoadRequest, telling_others
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 
@@ -21,8 +22,9 @@ from . import _orbax, settings
 from .folder_creation import folders_being_made
 from .item import ItemSave, begin_load, is_orbax_item, loads_orbax_item
 from .metadata import metadata_v0
+from .resized import begin_resized
 from .settings import Settings
-from .v0_args import abstract_tree_of, leaf_dtypes, load_resized, restore_orbax_item
+from .v0_args import abstract_tree_of, leaf_dtypes, restore_orbax_item
 from .v1 import SafetensorsHandler, item_name
 
 
@@ -114,17 +116,18 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         ):
             args = dataclasses.replace(args, item=self.metadata(directory))
 
-        def load(abstract: Any) -> Any:
+        def begin(abstract: Any) -> Callable[[], Any]:
             switch = "`SafetensorsRestore(..., partial_restore=True)`"
             strict_options = dataclasses.replace(options, strict=strict)
-            return begin_load(directory, abstract, mapping, strict_options, switch)()
+            return begin_load(directory, abstract, mapping, strict_options, switch)
 
         if mapping is not None:  # which says what is cut or padded
-            return load(abstract_tree_of(args))
+            return begin(abstract_tree_of(args))()
         loose = not getattr(args, "strict", True)
-        is_recorded = (ocp_v1.path.Path(directory) / MANIFEST).exists()
+        with telling_others(directory, LoadRequest(abstract_tree_of(args), None, None, options)):
+            is_recorded = (ocp_v1.path.Path(directory) / MANIFEST).exists()
         tree = abstract_tree_of(args, is_recorded=is_recorded)
-        return load_resized(directory, tree, load, options=options, loose=loose)
+        return begin_resized(directory, tree, begin, options=options, loose=loose)()
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
         """A `TreeMetadata`, which also serves as the tree to restore."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,19 +15,15 @@ from jax.sharding import Sharding
 from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
 from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError, listed
-from orbax_safetensors_layout.load import load
-from orbax_safetensors_layout.mapping import Expr, Mapping, rule, tensor
-from orbax_safetensors_layout.options import ReadOptions
 from orbax_safetensors_layout.pytree import (
     HostLeaf,
     SavedLeaf,
     abstract_array,
     dotted_name,
     prng,
-    unboxed_names,
 )
 
-from .metadata import CheckpointMetadata, HostArrayMetadata, StoredArray
+from .metadata import HostArrayMetadata
 
 
 def leaf_dtypes(args: Any) -> Sequence[Any] | None:
@@ -180,7 +176,7 @@ def _merge(leaf: Any, args: Any, is_recorded: bool) -> Any:
     if is_array:
         if is_key:  # Orbax's arguments describe their data, and ask for no other dtype
             shape, dtype = None, leaf.dtype
-        elif not is_open:
+        elif not is_open and (leaf.shape or not is_recorded):  # Orbax takes none of scalars
             shape = leaf.shape if shape is None else shape
             dtype = leaf.dtype if dtype is None else dtype
         sharding = _placement(leaf) if sharding is None else sharding
@@ -225,65 +221,3 @@ def _placement(leaf: Any) -> Any:
     if has_layout and not isinstance(leaf, jax.Array):
         return leaf.format
     return getattr(leaf, "sharding", None)
-
-
-def load_resized(
-    path: str | os.PathLike[str],
-    abstract: Any,
-    load_others: Callable[[Any], Any],  # for arrays of their own shapes
-    *,
-    options: ReadOptions,
-    loose: bool,
-) -> Any:
-    """Loads a tree; `jax.Array`s are cut or filled up with zeros if `strict=False`, or `loose`."""
-    pairs, treedef = tree_flatten_with_path(abstract)
-    leaves, unboxed = [leaf for _, leaf in pairs], unboxed_names([path for path, _ in pairs])
-    numbers = [n for n, leaf in enumerate(leaves) if loose or not getattr(leaf, "strict", True)]
-    if not numbers:
-        return load_others(abstract)
-    stored: dict[str, Any] = {}
-    CheckpointMetadata.read(path, None, stored.__setitem__)
-    abstract, rules = {}, []
-    for number in numbers:
-        key_path, leaf = pairs[number]
-        name = dotted_name(key_path)
-        name = name if name in stored else unboxed[number] or name
-        array = stored.get(name)
-        shape: Any = getattr(leaf, "global_shape", None) or getattr(leaf, "shape", None)
-        if not isinstance(array, StoredArray) or not _is_resizable(leaf, array, shape):
-            continue
-        places = [leaf.sharding, array.sharding]
-        if isinstance(leaf, SavedLeaf):  # whose own is the fallback
-            places.reverse()
-        abstract[str(number)] = ocp.ArrayRestoreArgs(
-            dtype=leaf.dtype or array.dtype,
-            sharding=next((place for place in places if place is not None), None),
-            global_shape=tuple(shape),
-        )
-        rules.append(rule(str(number), _resized(name, array.shape, shape)))
-        leaves[number] = ...
-    values = load_others(jax.tree.unflatten(treedef, leaves))
-    if not abstract:
-        return values
-    resized = load(path, abstract, mapping=Mapping(rules, strict=False), options=options)
-    leaves = jax.tree.leaves(values)
-    for name, value in resized.items():
-        leaves[int(name)] = value
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _is_resizable(leaf: Any, stored: StoredArray, shape: Any) -> bool:
-    if shape is None or not hasattr(leaf, "sharding") or prng.is_key(stored):
-        return False
-    is_host = stored.on_host and leaf.sharding is None
-    return not is_host and tuple(shape) != stored.shape and len(shape) == len(stored.shape)
-
-
-def _resized(name: str, stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> Expr:
-    expr = tensor(name)
-    for axis, (stored, size) in enumerate(zip(stored_shape, shape, strict=True)):
-        if size < stored:
-            expr = expr.slice(axis, 0, size)
-        elif size > stored:
-            expr = expr.pad(axis, 0, size - stored)
-    return expr

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import jax
@@ -15,12 +16,15 @@ from orbax.checkpoint.utils import TMP_DIR_SUFFIX
 
 from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
+from orbax_safetensors_layout.options import ReadOptions
 
 from . import _orbax, settings
 from .background import in_background
 from .folder_creation import folders_being_made
 from .item import ItemSave, begin_load, is_orbax_item, loads_orbax_item
 from .metadata import metadata_v1
+from .resized import begin_resized
 from .settings import NOTHING, Settings
 
 _VALUES = (bool, int, float, str)
@@ -98,15 +102,14 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
             return cast(Awaitable[Any], await orbaxs.load(directory, abstract_checkpointable))
         strict = not _orbax.get_context().pytree.loading.partial_load
         # Orbax reports whatever is raised later as an incompatible handler.
-        load = await in_background(
-            begin_load,
+        begin = begin_load_v1(
             directory,
             abstract_checkpointable,
             mapping,
             dataclasses.replace(options, strict=strict),
             "`context.pytree.loading.partial_load = True`",
         )
-        return in_background(load)
+        return in_background(await in_background(begin))
 
     async def metadata(self, directory: ocp.path.Path) -> Any:
         """Shapes, dtypes and shardings, as `metadata_v1` gives them."""
@@ -124,6 +127,28 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         """Whether it is a tree of leaves that `osl.load` takes."""
         # Orbax silently turns to its own pytree handler for what is refused here.
         return all(map(_is_abstract_leaf, jax.tree.leaves(abstract_checkpointable)))
+
+
+def begin_load_v1(
+    path: ocp.path.Path,
+    abstract: Any,
+    mapping: LeafMapping | None,
+    options: ReadOptions,
+    switch: str | None = None,
+) -> Callable[[], Callable[[], Any]]:
+    """Return `begin_load` for these, or where Orbax's context resizes arrays `begin_resized`."""
+    begin = functools.partial(begin_load, path)
+    resizes = _orbax.get_context().array.loading.enable_padding_and_truncation
+    if not resizes or mapping is not None or abstract is None:  # a mapping says what is cut
+        return functools.partial(begin, abstract, mapping, options, switch)
+    return functools.partial(
+        begin_resized,
+        path,
+        abstract,
+        lambda others: begin(others, None, options, switch),
+        options=options,
+        loose=True,
+    )
 
 
 def item_name(directory: str | os.PathLike[str]) -> str:

@@ -110,7 +110,8 @@ class Catalog:
         only other `*.safetensors.index.json` where there is no `model.safetensors`: files that it
         does not name are ignored. Without an
         index all `.safetensors` files directly in the folder count, but none beside
-        `model.safetensors` or its numbered set, and all headers are read. In a step that Orbax
+        `model.safetensors` or its numbered set, nor adapters beside others, and all headers are
+        read. In a step that Orbax
         made, the only item of safetensors files is opened, or `default` or `state`.
 
         Without a `storage` the one that `path` names is opened, with `retries` and

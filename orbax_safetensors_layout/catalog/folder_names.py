@@ -131,7 +131,8 @@ def check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
             )
         )
     for (stem, count, variant), numbers in sets.items():
-        expected = range(1, int(count) + 1)  # however long, by the names of hostile files
+        first = 0 if 0 in numbers and int(count) not in numbers else 1
+        expected = range(first, first + int(count))  # however long, by the names of hostile files
         missing = int(count) - sum(number in expected for number in numbers)
         if missing:
             absent = (f"{n:0{len(count)}}" for n in expected if n not in numbers)

@@ -7,9 +7,12 @@ GPT-OSS write.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
+from orbax_safetensors_layout.errors import DtypeMismatchError, listed
 from orbax_safetensors_layout.format import TensorEntry, short_repr
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -28,6 +31,7 @@ _ACTIVATIONS = "*_global_scale"
 # The first name beside the weight must exist; the first scheme that fits applies.
 _SCHEMES = (
     _Scheme("FP8 with block scales", "weight", _FLOAT8, ("weight_scale_inv",), 8),
+    _Scheme("FP8 with block scales", "_proj", _FLOAT8, ("_proj_scale_inv",), 8),  # fused experts
     _Scheme("MXFP4", "_blocks", ("U8",), ("_scales",), 4),
     _Scheme(
         "NVFP4",
@@ -54,11 +58,12 @@ _SCHEMES = (
         ("weight_scale", "weight_zero_point", "input_scale", "k_scale", "v_scale"),
         8,
     ),
+    _Scheme("FP8 or INT8", "_proj", (*_FLOAT8, "I8"), ("_proj_scale", "_proj_input_scale"), 8),
     _Scheme("GPTQ or AWQ", "qweight", ("I32",), ("qzeros", "scales", "g_idx"), None),
     _Scheme(
         "bitsandbytes 4 bit",
         "weight",
-        ("U8",),
+        ("U8", "I8", "BF16", "F16", "F32"),
         ("weight.absmax", "weight.quant_map", "weight.nested_*", "weight.quant_state.*"),
         4,
     ),
@@ -107,6 +112,50 @@ def find_quantization(
     if not (method or weights or problem):
         return None
     return QuantizedWeights(method, weights, parameters, problem)
+
+
+def refuse_casts_of_codes(
+    tensors: Iterable[tuple[str, np.dtype]],
+    names: Container[str],
+    dtype: np.dtype,
+    file: str | None = None,
+) -> None:
+    """Refuses to cast what is a value only with the scale beside it, as of weights in FP8 or INT8.
+
+    Args:
+        tensors: Names and dtypes of those that are to be cast.
+        names: All of the checkpoint.
+        dtype: What they are to be cast to.
+        file: For the error.
+
+    Raises:
+        DtypeMismatchError: One of them is of another dtype, and has a scale.
+    """
+    codes = [
+        (name, stored)
+        for name, stored in tensors
+        if stored.itemsize == 1 and stored not in (dtype, np.dtype(bool))
+        if any(scale in names for scale in _scales_of(name))
+    ]
+    if codes:
+        name, stored = codes[0]
+        raise DtypeMismatchError(
+            "the weight is quantised: a cast would leave out its scale",
+            file=file,
+            tensor=name,
+            expected=f"{stored}, as it is stored",
+            found=f"{dtype}, for {listed([repr(name) for name, _ in codes], 3)}",
+            hint="Decode it: mapping=osl.dequantized(FOLDER) loads values, and"
+            " convert(..., dequantize=) (--dequantize) writes them.",
+        )
+
+
+def _scales_of(name: str) -> Iterator[str]:
+    """Yields the names that the scale of a tensor may have."""
+    yield from (f"{name}_scale", f"{name}_scale_inv", f"{name}_scales")
+    stem = name.removesuffix("weight")
+    if stem != name:
+        yield from (f"{stem}scale", f"{stem}scale_inv", f"{stem}scales")
 
 
 class _Figures(NamedTuple):

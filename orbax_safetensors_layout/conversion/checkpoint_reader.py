@@ -241,7 +241,14 @@ class SafetensorsReader:
                 raise SafetensorsLayoutError(problem, file=self.path, found=error) from error
             return tree
         values = {} if manifest is None else manifest.values()
-        return values | {name: self._array(TensorLeaf(name, "numpy")) for name in self._sources}
+        saved_leaves = () if saved is None else leaves(saved)
+        impls = {
+            leaf.tensor: leaf.key_impl for leaf in saved_leaves if isinstance(leaf, TensorLeaf)
+        }
+        return values | {
+            name: self._array(TensorLeaf(name, "numpy", key_impl=impls.get(name)))
+            for name in self._sources
+        }
 
     def _array(self, leaf: TensorLeaf) -> SourceArray:
         source = self._sources[leaf.tensor]

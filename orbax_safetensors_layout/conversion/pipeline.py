@@ -121,6 +121,7 @@ class Conversion:
         try:
             return self._run(processes, check)
         except BaseException as error:
+            processes.fail(error)
             processes.abandon()
             # What was made of damaged files is not continued either.
             if isinstance(error, FormatError) or not self.is_continued:

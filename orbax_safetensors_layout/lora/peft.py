@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterable, Mapping as Dict
 from typing import Any
 
 from orbax_safetensors_layout.catalog import Catalog, suggest_names
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError, listed
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    MappingError,
+    listed,
+)
+from orbax_safetensors_layout.format import short_repr
 from orbax_safetensors_layout.load import LoadRequest, load_requested, telling_others
 from orbax_safetensors_layout.mapping import (
     Mapping,
@@ -93,14 +99,14 @@ def save(
         path: A folder, which may be that of the model: its files stay.
         lora: A tree of arrays, with names as `load` gives them.
         config: What `adapter_config.json` says: at least `r`, `lora_alpha`, `target_modules`. A
-            `peft_type` of LORA is added.
+            `peft_type` of LORA is added. `LoraConfig(...).to_dict()` is one.
         options: How to write.
         overwrite: Replace an adapter that is there.
 
     Raises:
         SafetensorsLayoutError: As from `osl.save`.
     """
-    text = json.dumps({"peft_type": "LORA", **config}, indent=2, sort_keys=True)
+    text = _config_text({"peft_type": "LORA", **config})
     # One file, of the name that PEFT opens.
     options = given_or_default(options, WriteOptions)
     options = dataclasses.replace(options, file_stem=STEM, max_file_bytes=1 << 62)
@@ -110,6 +116,24 @@ def save(
         prepared = PreparedSave.of(lora, options, mapping=mapping)
         files = {CONFIG_FILE: text.encode()}
         prepared.commit(path, group=group, overwrite=overwrite, sidecar_files=files)
+
+
+def _config_text(config: Dict[str, Any]) -> str:
+    """The text of an adapter's configuration; sets are sorted lists there, as PEFT writes them."""
+
+    def listed_set(value: object) -> list[Any]:
+        if isinstance(value, set | frozenset):
+            return sorted(value)
+        raise TypeError
+
+    for name, value in config.items():
+        try:
+            json.dumps(value, default=listed_set)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"config[{name!r}] has no form in adapter_config.json: {short_repr(value)}"
+            ) from error
+    return json.dumps(config, default=listed_set, indent=2, sort_keys=True)
 
 
 def merge(

@@ -68,6 +68,14 @@ _PARTS = {  # of an expert: the tensor of all experts, and the half of it, if it
 }  # fmt: skip
 
 
+# Of modules of experts, in the order in which those of transformers 5.24 register them.
+_PARAMETERS = tuple(
+    name + bias
+    for name in ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+    for bias in ("", "_bias")
+)
+
+
 class _Module(NamedTuple):
     """The tensors of an adapter that change one weight."""
 
@@ -325,8 +333,19 @@ class PeftFolder:
                 expected=f"those of target_parameters: {listed(map(repr, sorted(named)), 5)}",
                 hint="Merge it with PEFT (merge_and_unload).",
             )
+        if len(named) < 2:
+            return [*named]
         # Wrappers of one module's parameters are nested, in the order in which models have them.
-        return sorted(named, key=lambda name: ("down" in name or "output" in name, name))
+        if not named.issubset(_PARAMETERS):
+            raise MappingError(
+                f"the adapter has tensors of {levels} parameters of {module!r}, whose order in the"
+                " model is not known",
+                file=self._config_file,
+                expected=f"those of target_parameters: {listed(map(repr, _PARAMETERS), 6)}",
+                found=listed(map(repr, sorted(named)), 5),
+                hint="Merge it with PEFT (merge_and_unload).",
+            )
+        return sorted(named, key=_PARAMETERS.index)
 
     def _is_target(self, module: str) -> bool:
         """Whether a module is one of `target_modules`: names, or one pattern."""

@@ -16,7 +16,7 @@ import os
 import pickle
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,10 @@ from .expr.expression import Apply, Expr
 from .expr.opaque_ops import Compute
 from .expr.overlaid import Overlaid
 from .expr.values import Scale
-from .inverse.inference import Extent, InferredTensor
+from .inverse.inference import LIKE, Extent, InferredTensor
 from .inverse.invert import invert
 from .matching import LeafShapes, Rule, RuleTarget, match_rules
-from .names import NameTree, Shapes, TensorSpec, TensorSpecs, substitute
+from .names import WILDCARD, NameTree, Shapes, TensorSpec, TensorSpecs, substitute
 from .problems import Problem, mapping_error, problems_of, within
 
 _PLAIN = (type(None), type(...), bool, int, float, complex, str)
@@ -98,9 +98,9 @@ class Mapping:
         self._source: Mapping | None = None
         self.ignore, ignored = _compiled("Mapping(ignore=...)", ignore)
         self.strict = strict
-        self._unsaved, _ = _compiled("Mapping(unsaved=...)", unsaved)
+        self._unsaved, absent = _compiled("Mapping(unsaved=...)", unsaved)
         self.buffers, self._spare = _compiled("Mapping(buffers=...)", buffers)
-        self._ignored = [*ignored, *self._spare]
+        self._ignored = [*ignored, *absent, *self._spare]
 
     def __repr__(self) -> str:
         rules = "".join(f"    {rule!r},\n" for rule in self.rules)
@@ -358,8 +358,14 @@ class InverseMapping:
                     inferred[name] = first.join(name, shape)
             except MappingError as error:
                 problems += within(error, f"leaf {leaf!r}", f"rule {rule.target!r}").problems
+        # As small as they can be.
+        specs = {name: (tuple(n for n, _ in t.shape), t.dtype) for name, t in inferred.items()}
         if not problems and files is None:
-            problems += self._absent(targets, inferred, shapes, is_part=is_part)
+            in_part = NameTree(
+                name for name, t in inferred.items() if not all(extent.exact for extent in t.shape)
+            )
+            saved = TensorSpecs(specs)
+            problems += self._absent(targets, saved, in_part, shapes, is_part=is_part)
         if problems:
             names = {"rule": [rule.target for rule in self.mapping.rules]}
             refusal = mapping_error("The mapping cannot save", problems, names)
@@ -369,14 +375,13 @@ class InverseMapping:
                     " has: save through mapping.like(path) of such a checkpoint."
                 )
             raise refusal
-        # As small as they can be.
-        specs = {name: (tuple(n for n, _ in t.shape), t.dtype) for name, t in inferred.items()}
         return TensorSpecs({**specs, **own}, [*own.names, *specs], own.pieces)
 
     def _absent(
         self,
         targets: Sequence[RuleTarget],
-        inferred: Dict[str, InferredTensor],
+        saved: TensorSpecs,
+        in_part: NameTree,
         leaves: LeafShapes,
         *,
         is_part: bool,
@@ -384,30 +389,47 @@ class InverseMapping:
         """Yields problems of rules without a leaf, whose tensors no other leaf gives whole.
 
         In a part of a model, and in one that need not be whole, tensors may be absent, but not
-        parts of them.
+        parts of them: nor those of optional rules.
         """
         used = {id(target.rule) for target in targets}
-        saved = NameTree(inferred)
-        in_part = NameTree(
-            name for name, t in inferred.items() if not all(extent.exact for extent in t.shape)
-        )
         may_lack = is_part or not self.mapping.strict
         for rule in self.mapping.rules:
-            if rule.optional or rule.expr is None or rule.tied_to is not None:
+            if rule.expr is None or rule.tied_to is not None:
                 continue
             for name in rule.patterns():
                 targets_in_part = (substitute(rule.target, c) for _, c in in_part.match(name))
                 target = next((leaf for leaf in targets_in_part if leaf not in leaves), None)
                 if id(rule) in used and (target is None or "{" in target):
                     continue
-                if target is None and (may_lack or any(saved.match(name))):
+                if target is None and (rule.optional or may_lack or _is_given(rule, name, saved)):
                     continue
                 lack = "" if target is None else "a part of "
                 absent = target or rule.target
                 text = f"there is no leaf {absent!r}, so what is saved would lack {lack}{name!r}"
                 hint = "Give the leaf, or say rule(..., optional=True)."
+                if rule.optional:
+                    hint = f"Give the leaf, or {LIKE}."
                 yield Problem(text, f"rule {rule.target!r}", hint=hint)
                 break
+
+
+def _is_given(rule: Rule, pattern: str, saved: TensorSpecs) -> bool:
+    """Whether what is saved has all that a rule without a leaf takes of a pattern's tensors."""
+    assert rule.expr is not None
+    over = rule.expr.stacked_over()
+    own = {
+        tuple((key, value) for key, value in captures.items() if key not in over)
+        for _, captures in saved.tree.match(pattern)
+    }
+    # Of a pattern with fewer wildcards than others of the rule, the others say what is taken.
+    if len(WILDCARD.findall(pattern)) < max(len(WILDCARD.findall(p)) for p in rule.patterns()):
+        return bool(own)
+    try:
+        return bool(own) and all(
+            0 not in rule.expr.bind_to(dict(captures), saved).shape for captures in own
+        )
+    except MappingError:
+        return False
 
 
 def check_mapping(mapping: object) -> None:

@@ -108,6 +108,9 @@ class StoredSource(NamedTuple):
     def file(self) -> str | None:
         return self.entry.file
 
+    def tensor_names(self) -> list[str]:
+        return [self.entry.name]
+
     @property
     def place(self) -> tuple[str, int]:
         return self.entry.file, self.entry.start
@@ -193,6 +196,10 @@ class MappedSource(NamedTuple):
             return 0
         elements = math.prod(self.shape) * entries[0].dtype.bits // 8
         return min(elements, sum(entry.nbytes for entry in entries))
+
+    def tensor_names(self) -> list[str]:
+        """Return the names of the tensors that it takes."""
+        return self.leaf.sources()
 
     @property
     def file(self) -> str | None:

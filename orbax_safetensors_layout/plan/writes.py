@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orbax_safetensors_layout.catalog import refuse_casts_of_codes
 from orbax_safetensors_layout.format import (
     DTYPES,
     INDEX_SUFFIX,
@@ -265,6 +266,7 @@ def tensors_to_write(
     if dtype is None:
         return tensors
     cast = {name for name, expr in plain.items() if is_floating(expr.dtype)}
+    refuse_casts_of_codes(((name, plain[name].dtype) for name in cast), plain, dtype)
     return {
         name: Valued.of(expr, Cast(dtype)) if name in cast and expr is plain[name] else expr
         for name, expr in tensors.items()

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format
 
-from orbax_safetensors_layout.catalog import Catalog, added_prefix
+from orbax_safetensors_layout.catalog import Catalog, added_prefix, refuse_casts_of_codes
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -170,7 +170,12 @@ def source_leaves(
             if leaf not in asked and isinstance(source, MappedSource):
                 check_left_out(leaf, source.bound)
     pairs = zip(parsed, names, strict=True)
-    return [SourcedLeaf(abstract, name, sources[name]) for abstract, name in pairs]
+    leaves = [SourcedLeaf(abstract, name, sources[name]) for abstract, name in pairs]
+    for abstract, _, source in leaves:
+        if source.dtype.itemsize == 1 and abstract.dtype not in (None, source.dtype):
+            cast = ((name, source.dtype) for name in source.tensor_names())
+            refuse_casts_of_codes(cast, catalog, abstract.dtype, source.file)
+    return leaves
 
 
 def _other_names_hint(stored: Sequence[str], names: Sequence[str]) -> str:

@@ -107,6 +107,8 @@ def commit_when_complete(
             new_folder.commit()
     except BaseException as problem:
         error = problem
+        if group.is_leader:
+            group.fail(problem)  # others may be waiting for it at the end already
         group.abandon()
     try:
         if error is not None and group.is_leader:

@@ -247,12 +247,15 @@ def with_digests(files: Mapping[str, bytes], digests: Mapping[str, int]) -> dict
 def write_small_files(
     storage: Storage, folder: str, files: Mapping[str, bytes], *, durable: bool
 ) -> None:
-    """Writes files, each of which appears complete; names of those in folders are paths."""
+    """Writes files in the order of `appearance_rank`, each of which appears complete.
+
+    Names of those in folders are paths.
+    """
     inner = {join(folder, name.rpartition("/")[0]) for name in files if "/" in name}
     for path in inner:
         storage.make_folder(path)
-    for name, data in files.items():
-        write_file(storage, join(folder, name), data, durable=durable)
+    for name in sorted(files, key=lambda name: appearance_rank(name) or 0):
+        write_file(storage, join(folder, name), files[name], durable=durable)
     if durable:
         for path in inner:
             storage.flush_folder(path)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from orbax_safetensors_layout.catalog import refuse_casts_of_codes
 from orbax_safetensors_layout.errors import (
     InvalidArgumentError,
     MappingError,
@@ -88,6 +89,13 @@ class PreparedTree(NamedTuple):
         node = encode_treedef(tree, parser.leaf)
         if parser.problems:
             raise SafetensorsLayoutError.collect(parser.problems, "leaves cannot be saved")
+        if options.dtype is not None:
+            dtype_of = {written.tensor.name: written.values for written in parser.leaves}
+            refuse_casts_of_codes(
+                ((name, of) for name, of in dtype_of.items() if is_floating(of)),
+                dtype_of,
+                options.dtype,
+            )
         if isinstance(node, Container) and not node.children:
             raise InvalidArgumentError("Found an empty tree; there is nothing to save.")
         return cls(parser.leaves, parser.values, node, tuple(parser.table.records))

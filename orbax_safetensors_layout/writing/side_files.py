@@ -46,7 +46,7 @@ _TABLE = re.compile(
 )
 _MOST_BYTES = 512 * MIB  # of a side file: the largest tokenizers have some 30 MB
 # Integers that models have beside their weights.
-_BUFFER = re.compile(r"(ids|index|mask|bias|tracked)$")
+_BUFFER = re.compile(r"(^|[._])(ids|index|mask|bias|tracked)$")
 # Patterns of names. Tokenizers' are those of transformers 5.24's VOCAB_FILES_NAMES and of its hub.
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "*.jinja")
 _TOKENIZER = (

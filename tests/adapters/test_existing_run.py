@@ -10,7 +10,7 @@ import pytest
 from checkpoints import assert_same_bits
 from jax.sharding import PartitionSpec as P
 from meshes import abstract_of, place
-from orbax_calls import layout_context, save_standard
+from orbax_calls import installed, layout_context, save_standard
 from programs import run_processes
 from saving import opened
 from states import same
@@ -341,6 +341,22 @@ def test_a_run_of_v1_goes_on(tmp_path, change, use_ocdbt):
             assert_same_bits(ocp_v1.load_checkpointables(tmp_path / "0")["state"]["w"], VALUES)
     with ocp_v1.training.Checkpointer(tmp_path, context=context) as training:
         training.save(1, {"w": VALUES + 1, "step": 4})
+        assert_same_bits(training.load(1)["w"], VALUES + 1)
+        assert_same_bits(training.load(0)["w"], VALUES)
+    assert holds_safetensors(tmp_path, 1, "state")
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_a_run_of_v1_goes_on_in_the_installed_layout(tmp_path):
+    with ocp_v1.training.Checkpointer(tmp_path) as training:
+        training.save(0, {"w": VALUES})
+    with (
+        installed(),
+        ocp_v1.training.Checkpointer(tmp_path, context=layout_context()) as training,
+    ):
+        assert_same_bits(training.load(0)["w"], VALUES)
+        assert training.metadata(0).metadata["w"].shape == (8, 8)
+        training.save(1, {"w": VALUES + 1})
         assert_same_bits(training.load(1)["w"], VALUES + 1)
         assert_same_bits(training.load(0)["w"], VALUES)
     assert holds_safetensors(tmp_path, 1, "state")

@@ -315,6 +315,28 @@ def test_what_is_not_cut_or_padded(tmp_path):
         restored(tmp_path / "strict", state, Standard(state | {"w": wide}))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32, jnp.float32])
+def test_the_dtype_of_an_item_of_no_dimensions_does_not_count(tmp_path, dtype):
+    """Where restore arguments name none; as of Orbax, for which such a shape is none."""
+    value = place(np.float32(1 / 3), P())
+    item = {"s": jax.ShapeDtypeStruct((), dtype, sharding=value.sharding)}
+    restored = []
+    for number, handler in enumerate(
+        (ocp.PyTreeCheckpointHandler(), osl.SafetensorsCheckpointHandler())
+    ):
+        with ocp.Checkpointer(handler) as checkpointer:
+            folder = tmp_path / f"{number}"
+            checkpointer.save(folder, args=ocp.args.PyTreeSave({"s": value}))
+            for named in (None, dtype):
+                args = {"s": ocp.ArrayRestoreArgs(sharding=value.sharding, dtype=named)}
+                if named == jnp.int32:
+                    continue
+                request = PyTree(item, restore_args=args)
+                restored.append(checkpointer.restore(folder, args=request))
+    half = len(restored) // 2
+    same(restored[:half], restored[half:])
+
+
 @pytest.mark.parametrize("rows", [2, 6])
 def test_an_item_s_shape_cuts_and_fills_nothing(tmp_path, rows):
     value = place(np.arange(1, 5, dtype=np.float32), P())

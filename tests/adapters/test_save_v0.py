@@ -111,6 +111,25 @@ def test_everything_comes_back(tmp_path, checkpointer, save):
     same(checkpointer.restore(tmp_path / "step", args=ocp.args.PyTreeRestore(tree)), tree)
 
 
+@pytest.mark.parametrize("kind", [ocp.Checkpointer, ocp.AsyncCheckpointer])
+def test_in_the_place_of_orbaxs_checkpointers(tmp_path, kind):
+    """Calls of `StandardCheckpointer` and `PyTreeCheckpointer` stay."""
+    tree = {"w": place(np.arange(64.0, dtype=np.float32).reshape(8, 8), P("x")), "step": 3}
+    with kind(osl.SafetensorsLayout()) as checkpointer:
+        checkpointer.save(tmp_path / "a", tree)
+        getattr(checkpointer, "wait_until_finished", lambda: None)()
+        restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
+        for loaded in (
+            checkpointer.restore(tmp_path / "a"),
+            checkpointer.restore(tmp_path / "a", tree),
+            checkpointer.restore(tmp_path / "a", item=tree, restore_args=restore_args),
+        ):
+            same(loaded, tree)
+        checkpointer.save(tmp_path / "a", {"w": tree["w"]}, force=True)
+        getattr(checkpointer, "wait_until_finished", lambda: None)()
+        same(checkpointer.restore(tmp_path / "a"), {"w": tree["w"]})
+
+
 @pytest.mark.parametrize("restore", [ocp.args.StandardRestore, ocp.args.PyTreeRestore])
 def test_a_train_state(tmp_path, checkpointer, restore):
     state = train_state()

@@ -363,6 +363,69 @@ def test_what_saves_itself_keeps_that(tmp_path, route):
         assert counter.count == 5
 
 
+def test_a_step_without_a_tree(tmp_path, route):
+    with route():
+        ocp.save_checkpointables(tmp_path / "a", {"data": Counter(5)})
+        counter = Counter()
+        ocp.load_checkpointables(tmp_path / "a", {"data": counter})
+    assert counter.count == 5
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("layout", [osl.SafetensorsLayout, "safetensors"])
+def test_trees_of_both_formats_in_one_step(tmp_path, layout, installed):
+    """None is taken for another one: without a name it is "state", as Orbax has it."""
+    placed = place(VALUES, P("x", "y"))
+    trees = {"state": {"w": placed, "step": 3}, "ema": {"w": -placed, "step": 4}}
+    with osl.context("ema"):
+        ocp.save_checkpointables(tmp_path / "a", trees)
+    assert not list((tmp_path / "a" / "state").glob("*.safetensors"))
+    w = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=placed.sharding)
+    abstract, path = {"w": w, "step": 0}, tmp_path / "a"
+    with layout_context(layout):
+        for tree in (None, abstract):
+            assert_same_bits(ocp.load(path, tree)["w"], VALUES)
+            for name, expected in trees.items():
+                loaded = ocp.load(path, tree, checkpointable_name=name)
+                assert_same_bits(loaded["w"], np.asarray(expected["w"]))
+                assert loaded["step"] == expected["step"]
+        for name in trees:
+            assert ocp.metadata(path, name).metadata["w"].shape == (8, 8)
+        described = ocp.checkpointables_metadata(path).metadata
+        assert list(described) == ["state", "ema"]
+        for asked in (None, described):
+            loaded = ocp.load_checkpointables(path, asked)
+            assert loaded.keys() == trees.keys()
+            for name, expected in trees.items():
+                assert_same_bits(loaded[name]["w"], np.asarray(expected["w"]))
+        with pytest.raises(ocp.errors.InvalidLayoutError, match="it holds: state, ema"):
+            ocp.load(path, checkpointable_name="other")
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("rows", [4, 8, 13])
+def test_arrays_of_another_shape_where_the_context_says_so(tmp_path, route, rows):
+    sharding = place(VALUES, P("y")).sharding
+    tree = {"w": place(VALUES + 1, P("x")), "b": place(VALUES, P("x", "y")), "step": 3}
+    asked = tree | {
+        "w": jax.ShapeDtypeStruct((4 * rows, 8), jnp.bfloat16, sharding=sharding),
+        "b": jax.ShapeDtypeStruct((8, 2 * rows), jnp.float32),
+    }
+    loaded = {}
+    for name, make in (("orbax", ocp.Context), ("ours", route)):
+        context = make()
+        context.array.loading.enable_padding_and_truncation = True
+        with context:
+            ocp.save(tmp_path / name, tree)
+            loaded[name] = ocp.load(tmp_path / name, asked)
+    same(loaded["ours"], loaded["orbax"])
+    if rows != 8:
+        with route(), pytest.raises(osl.ShapeMismatchError, match="'w'"):
+            ocp.load(tmp_path / "ours", asked)
+    with context, pytest.raises(osl.ShapeMismatchError, match="'w'"):
+        ocp.load(tmp_path / "ours", tree | {"w": jax.ShapeDtypeStruct((8,), jnp.float32)})
+
+
 def test_what_saves_itself_in_a_training_step(tmp_path, route):
     with ocp.training.Checkpointer(tmp_path, context=route()) as training:
         training.save_checkpointables(0, {"state": state(), "data": Counter(5)})

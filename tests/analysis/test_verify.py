@@ -790,6 +790,16 @@ def test_keys_of_another_generator_differ(tmp_path):
     assert "(rbg)" in finding
     assert "(unsafe_rbg)" in finding
     assert osl.verify(tmp_path / "rbg", tmp_path / "rbg", subtree="key").ok
+    assert texts(osl.verify(tmp_path / "rbg", tmp_path / "unsafe_rbg")) == [finding]
+    assert osl.verify(tmp_path / "rbg", tmp_path / "rbg").ok
+    # Files alone do not say what is a key.
+    osl.save(tmp_path / "plain", {"key": data})
+    (difference,) = texts(osl.verify(tmp_path / "rbg", tmp_path / "plain"))
+    assert "PRNG" in difference
+    for path in (tmp_path / "plain").iterdir():
+        if path.suffix != ".safetensors":
+            path.unlink()
+    assert osl.verify(tmp_path / "rbg", tmp_path / "plain").ok
 
 
 @pytest.mark.parametrize("layout", ["hf", "sharded"])

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 from checkpoints import save
 from every_dtype import write
 
@@ -186,3 +187,19 @@ def test_numbers_in_names_of_files_may_have_any_length():
     with Listing() as storage:
         found = discover(storage, "/served")
     assert found.files == [f"/served/{names[0]}"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_numbered_set_counts_from_0_or_from_1(tmp_path, first):
+    """Some publish one from 0 (inclusionAI/Ring-2.5-1T)."""
+    names = [f"model-{n:05}-of-00003.safetensors" for n in range(first, first + 3)]
+    for number, name in enumerate(names):
+        safetensors.numpy.save_file({f"t{number}": np.full(2, number)}, tmp_path / name)
+    assert osl.load(tmp_path).keys() == {"t0", "t1", "t2"}
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(osl.InvalidIndexError, match=rf"1 missing: numbers 0000{first + 1}"):
+        osl.load(tmp_path)
+    safetensors.numpy.save_file({"t": np.ones(2)}, tmp_path / names[1])
+    stray = f"model-0000{3 - 3 * first}-of-00003.safetensors"  # before the first, or after the last
+    safetensors.numpy.save_file({"u": np.ones(2)}, tmp_path / stray)
+    assert osl.verify(tmp_path).ok

@@ -129,6 +129,26 @@ QUANTISED = {
         64,
         "bitsandbytes (load_in_4bit=True)",
     ),
+    "bitsandbytes in another dtype": (
+        {
+            "a.weight": np.zeros((16, 1), ml_dtypes.bfloat16),
+            "a.weight.absmax": (1,),
+            "a.weight.quant_map": (16,),
+            "a.weight.quant_state.bitsandbytes__nf4": (80,),
+        },
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        64,
+        "bitsandbytes (load_in_4bit=True)",
+    ),
+    "fused experts": (
+        {
+            "experts.up_proj": np.zeros((2, 8, 8), ml_dtypes.float8_e4m3fn),
+            "experts.up_proj_scale_inv": (2, 1, 1),
+        },
+        {"quant_method": "fp8"},
+        128,
+        "fp8",
+    ),
     "nvfp4": (
         {
             "a.weight": np.zeros((8, 4), np.uint8),

@@ -831,3 +831,19 @@ def test_what_is_beside_a_checkpoint_stays_when_one_is_converted_there(tmp_path,
     with pytest.raises(osl.CheckpointExistsError, match=r"beside the checkpoint.*adapter_model"):
         osl.convert(hf, folder, format="orbax", overwrite=True)
     assert bits(osl.load(folder)) == bits(weights)
+
+
+@pytest.mark.parametrize("target_format", [None, "hf"])
+def test_a_step_through_a_mapping_with_a_leaf_of_no_tensor(tmp_path, target_format):
+    rules = [
+        osl.rule("w", osl.tensor("m.w").transpose()),
+        osl.rule("ones", osl.fill((4,), 1, "float32")),
+    ]
+    tree = {"w": np.arange(8, dtype=np.float32).reshape(4, 2), "ones": np.ones(4, np.float32)}
+    osl.save(tmp_path / "run", tree)
+    osl.convert(
+        tmp_path / "run", tmp_path / "out", mapping=osl.Mapping(rules), format=target_format
+    )
+    stored = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == {"m.w"}
+    np.testing.assert_array_equal(stored["m.w"], tree["w"].T)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same_bits
@@ -102,3 +103,65 @@ def test_empty_tensors(tmp_path):
     loaded = osl.load(path, {"none": jax.ShapeDtypeStruct((0, 8), np.float32), "one": int})
     assert loaded["none"].shape == (0, 8)
     assert loaded["one"] == 7
+
+
+CODES = {
+    "blocks": ("up.weight", ml_dtypes.float8_e4m3fn, "up.weight_scale_inv"),
+    "tensor": ("up.weight", ml_dtypes.float8_e5m2, "up.weight_scale"),
+    "integers": ("up.weight", np.int8, "up.weight_scale"),
+    "published DeepSeek-V4": ("up.weight", ml_dtypes.float8_e4m3fn, "up.scale"),
+    "fused experts": ("experts.up_proj", ml_dtypes.float8_e4m3fn, "experts.up_proj_scale"),
+}
+REFUSED = r"quantised: a cast would leave out its scale.*'{}'.*osl\.dequantized"
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_codes_are_not_cast_without_their_scales(tmp_path, kind):
+    """Values would be those of another model; what is not cast stays as it is."""
+    name, dtype, scale = CODES[kind]
+    codes = np.arange(16).reshape(4, 4).astype(dtype)
+    tensors = {name: codes, scale: np.full((1, 1), 0.01, np.float32)}
+    osl.save(tmp_path / "in", tensors)
+    for strict in (True, False):
+        options = osl.ReadOptions(strict=strict)
+        tree = {name: jax.ShapeDtypeStruct((4, 4), ml_dtypes.bfloat16), scale: ...}
+        with pytest.raises(osl.DtypeMismatchError, match=REFUSED.format(name)):
+            osl.load(tmp_path / "in", tree, options=options)
+        with pytest.raises(osl.DtypeMismatchError, match=REFUSED.format(name)):
+            osl.plan_load(tmp_path / "in", tree, options=options)
+        tree[name] = jax.ShapeDtypeStruct((4, 4), dtype)
+        assert_same_bits(osl.load(tmp_path / "in", tree, options=options)[name], codes)
+    moved = osl.Mapping([osl.rule("up", osl.tensor(name).transpose())], strict=False)
+    for wanted in (ml_dtypes.bfloat16, np.float32):
+        tree = {"up": jax.ShapeDtypeStruct((4, 4), wanted)}
+        with pytest.raises(osl.DtypeMismatchError, match=REFUSED.format(name)):
+            osl.load(tmp_path / "in", tree, mapping=moved)
+    tree = {"up": jax.ShapeDtypeStruct((4, 4), dtype)}
+    assert_same_bits(osl.load(tmp_path / "in", tree, mapping=moved)["up"], codes.T)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CODES if CODES[kind][1] is not np.int8])
+def test_codes_are_not_cast_in_saves_and_conversions(tmp_path, kind):
+    name, dtype, scale = CODES[kind]
+    codes = np.arange(16).reshape(4, 4).astype(dtype)
+    tensors = {name: codes, scale: np.full((1, 1), 0.01, np.float32)}
+    osl.save(tmp_path / "in", tensors)
+    out, refused = tmp_path / "out", REFUSED.format(name)
+    write = osl.WriteOptions(dtype="bfloat16")
+    copies = osl.Mapping([osl.rule(key, osl.tensor(key)) for key in tensors])
+    for mapping in (None, copies):
+        with pytest.raises(osl.DtypeMismatchError, match=refused):
+            osl.save(out, tensors, mapping=mapping, options=write)
+    for target in ("hf", "sharded", "orbax"):
+        options = osl.ConvertOptions(dtype="bfloat16")
+        with pytest.raises(osl.DtypeMismatchError, match=refused):
+            osl.convert(tmp_path / "in", out, format=target, options=options)
+    assert not out.exists()
+    osl.convert(tmp_path / "in", out, format="hf")
+    assert_same_bits(osl.load(out)[name], codes)
+    # Without a scale they are values like others.
+    alone = {name: codes, "bias": np.ones(4, np.float32)}
+    osl.save(out, alone, options=write, overwrite=True)
+    assert_same_bits(osl.load(out)[name], codes.astype(ml_dtypes.bfloat16))
+    osl.save(out, alone, options=osl.WriteOptions(dtype=dtype), overwrite=True)
+    assert osl.load(out)[name].dtype == dtype

@@ -290,6 +290,30 @@ def test_experts_that_are_one_tensor(tmp_path, layout, head, targets):
         )
 
 
+def test_parameters_whose_order_in_the_model_is_not_known_are_refused(tmp_path):
+    """Wrappers are nested in that order, so changes would be those of other weights."""
+    module, experts = "mlp.experts", 2
+    lora = low_rank(module, 6, 6, rank=2 * experts)
+    lora |= low_rank(f"{module}.base_layer", 6, 6, rank=2 * experts)
+    names = ["mlp.experts.w1", "mlp.experts.v1"]
+    base = base_of(tmp_path / "base", {name: random(experts, 6, 6) for name in names})
+    path = adapter(tmp_path / "lora", lora, target_parameters=names)
+    with pytest.raises(
+        osl.MappingError, match=r"order in the model is not known.*merge_and_unload"
+    ):
+        osl.load(base, mapping=osl.peft.merge(None, path, base=base))
+
+
+def test_a_configuration_has_sets_as_peft_does(tmp_path):
+    config = {"r": 2, "lora_alpha": 4, "target_modules": {"v_proj", "q_proj"}}
+    osl.peft.save(tmp_path / "a", low_rank(Q, 6, 4), config=config)
+    said = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert said["target_modules"] == ["q_proj", "v_proj"]
+    with pytest.raises(osl.InvalidArgumentError, match=r"config\['layers'\] has no form in"):
+        osl.peft.save(tmp_path / "b", low_rank(Q, 6, 4), config=config | {"layers": object()})
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize(("gate", "up"), [("gate_proj", "up_proj"), ("w1", "w3")])
 def test_fused_experts_of_a_base_that_stores_each_by_itself(tmp_path, gate, up):
     experts, half, hidden = 3, 5, 8

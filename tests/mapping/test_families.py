@@ -165,7 +165,7 @@ def test_variables_stand_beside_parameters(saved, root, expected):
     assert bias == f"{expected}.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.bias"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "llama3"])
+@pytest.mark.parametrize("name", ["gemma2_scaled", "gemma3", "llama3"])
 def test_dtype_rounds_what_is_computed(saved, name):
     folder, config, tensors, _ = saved[name]
     mapping = families.mapping(folder, target="maxtext", scan=False, dtype="bfloat16")
@@ -927,6 +927,20 @@ THREE_LAYERS = {
         ("qwen3_moe_mixed", {}, {"target": "tunix"}, "layers are partly dense"),
         ("gemma2", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 2 layers"),
         ("olmo3", THREE_LAYERS, {"target": "maxtext"}, "a multiple of 4 layers"),
+        (
+            "gemma2_scaled",
+            {},
+            {"target": "tunix"},
+            "expected: query_pre_attn_scalar 16, found: 12",
+        ),
+        ("qwen3_moe", {"norm_topk_prob": False}, {"target": "tunix"}, "norm_topk_prob true"),
+        (
+            "deepseek_v32",
+            {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            {"target": "maxtext"},
+            r"MaxText's deepseek_v32, which are the first.*found: \[1\]",
+        ),
+        ("deepseek_v32", {"mlp_layer_types": ["dense"]}, {}, "dense or sparse for each of 3"),
         ("gemma4_e2b", {}, {"target": "maxtext", "scan": True}, "no such gemma4 with stacked"),
         ("gemma4", {}, {"target": "maxtext"}, "type of layer 1 is not that of MaxText's gemma4"),
         (
@@ -1104,6 +1118,71 @@ def test_biases_that_a_model_side_lacks(saved, name, target):
     _, config, tensors, _ = saved[name]
     with pytest.raises(MappingError, match=r"bias"):
         families.mapping(config, target=target).bind(specs_of(tensors))
+
+
+def test_scalars_that_tunix_divides_by(saved):
+    """Its Gemma 3 knows two, of which the configuration of the model says one."""
+    config = saved["gemma3"].config
+    for scalar in (16, 10):
+        families.mapping(config | {"query_pre_attn_scalar": scalar}, target="tunix")
+    with pytest.raises(MappingError, match="query_pre_attn_scalar 16 or 10, found: 12"):
+        families.mapping(config | {"query_pre_attn_scalar": 12}, target="tunix")
+
+
+def test_the_kinds_of_layers_count_before_the_number_of_dense_ones(saved):
+    config = {**saved["deepseek_v32"].config, "first_k_dense_replace": 3}
+    types = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+    for target in ("plain", "maxtext"):
+        mapping = families.mapping(config | types, target=target)
+        others = config | {"mlp_layer_types": None, "first_k_dense_replace": 1}
+        assert repr(mapping) == repr(families.mapping(others, target=target))
+
+
+def test_a_llama_4_without_experts(tmp_path):
+    """As Llama Guard 4: no layer is of experts, and their number and step are 0."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=24, intermediate_size_mlp=40, head_dim=8,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, moe_layers=[],
+        interleave_moe_layer_step=0, num_local_experts=0, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert (said["moe_layers"], said["num_local_experts"]) == ([], 0)
+    leaves = osl.load(tmp_path, mapping=families.mapping(tmp_path))
+    names = ("gate_proj", "up_proj", "down_proj")
+    kernels = {f"layers.mlp.{name}.kernel": name for name in names}
+    assert {leaf for leaf in leaves if ".mlp." in leaf} == kernels.keys()
+    for leaf, name in kernels.items():
+        for i, kernel in enumerate(leaves[leaf]):
+            weight = model.state_dict()[f"model.layers.{i}.feed_forward.{name}.weight"]
+            np.testing.assert_array_equal(kernel, weight.float().numpy().T)
+    with pytest.raises(MappingError, match="every layer, every second or every fourth"):
+        families.mapping(tmp_path, target="maxtext")
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "llava", "kimi_k25", "aria"])
+def test_a_model_within_another_names_its_function(saved, kind):
+    text = saved["mistral"].config
+    config = {"model_type": kind, "text_config": text}
+    with pytest.raises(MappingError) as caught:
+        families.mapping(config)
+    assert "osl.families.mistral(config) takes that part" in str(caught.value)
+    assert "tensor('language_model.model.embed_tokens.weight')" in repr(families.mistral(config))
+
+
+def test_what_stands_beside_a_language_model_is_ignored(saved):
+    _, config, tensors, _ = saved["qwen2"]
+    specs = {f"language_model.{name}": spec for name, spec in specs_of(tensors).items()}
+    beside = dict.fromkeys(
+        ("image_newline", "vision_tower.a", "multi_modal_projector.b"), ((4,), np.float32)
+    )
+    config = {"model_type": "llava_onevision", "text_config": config}
+    bound = families.qwen2(config).bind(specs | beside)
+    assert bound.leaves.keys() == families.qwen2(config).bind(specs).leaves.keys()
+    with pytest.raises(MappingError, match="no rule uses tensor 'image_oldline'"):
+        families.qwen2(config).bind(specs | {"image_oldline": ((4,), np.float32)})
 
 
 def nearest(model_type):

@@ -243,7 +243,8 @@ def test_configurations_that_a_family_takes():
 
 def test_norms_of_all_heads_are_not_those_of_each(tmp_path):
     """Those of OLMoE have the names of Qwen 3's, and as many elements as all heads."""
-    save_other(tmp_path, "olmoe", num_experts=4, num_experts_per_tok=2, head_dim=8)
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    save_other(tmp_path, "olmoe", head_dim=8, **more)
     for target in ("plain", "maxtext", "tunix"):
         mapping = families.qwen3_moe(tmp_path, target=target, model_type="olmoe")
         with pytest.raises(MappingError, match=r"q_norm.weight.*d=8"):

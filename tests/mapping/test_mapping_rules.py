@@ -207,6 +207,131 @@ def test_a_save_without_a_leaf_lacks_no_tensor_unasked(tmp_path):
         osl.save(tmp_path / "none", tree, mapping=Mapping([first, layers]))
 
 
+def interleaved(step, index):
+    layers = slice(index, None, step)
+    return rule(f"part_{index}", stack(tensor("l.{i}.w"), over="i", indices=layers))
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_save_without_a_leaf_lacks_no_layers(tmp_path, absent):
+    """Leaves that share a pattern of names hold layers of their own."""
+    mapping = Mapping([interleaved(3, index) for index in range(3)])
+    values = np.arange(24, dtype=F32).reshape(12, 2)
+    tree = {f"part_{index}": values[index::3] for index in range(3)}
+    osl.save(tmp_path / "whole", tree, mapping=mapping)
+    stored = osl.load(tmp_path / "whole")
+    assert stored.keys() == {f"l.{i}.w" for i in range(12)}
+    for i in range(12):
+        np.testing.assert_array_equal(stored[f"l.{i}.w"], values[i])
+    lacking = {name: value for name, value in tree.items() if name != f"part_{absent}"}
+    with pytest.raises(MappingError, match=rf"no leaf 'part_{absent}', .* would lack 'l.\{{i\}}"):
+        osl.save(tmp_path / "out", lacking, mapping=mapping)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_save_without_the_last_layers_of_a_stack_is_refused(tmp_path):
+    layers = stack(tensor("l.{i}.w"), over="i")
+    mapping = Mapping([rule("a", layers.slice(0, 0, 4)), rule("b", layers.slice(0, 4))])
+    values = np.arange(14, dtype=F32).reshape(7, 2)
+    with pytest.raises(MappingError, match="there is no leaf 'b'"):
+        osl.save(tmp_path / "out", {"a": values[:4]}, mapping=mapping)
+    osl.save(tmp_path / "out", {"a": values[:4], "b": values[4:]}, mapping=mapping)
+    assert len(osl.metadata(tmp_path / "out")) == 7
+
+
+def test_a_leaf_that_other_leaves_give_may_be_absent(tmp_path):
+    """All tensors that it takes are there, of every layer that is saved."""
+    whole, up = tensor("l.{i}.w"), tensor("l.{i}.w").transpose()
+    stacked = rule("c", stack(whole, over="i"))
+    mapping = Mapping([rule("a.{i}", whole), rule("b.{i}", up), stacked])
+    osl.save(tmp_path / "out", {"a": {"0": np.ones(2), "1": np.ones(2)}}, mapping=mapping)
+    concatenated = concat([tensor("l.{i}.w"), tensor("x")], 0)
+    mapping = Mapping([rule("a.{i}", whole), rule("x", tensor("x")), rule("b.{i}", concatenated)])
+    osl.save(tmp_path / "more", {"a": {"0": np.ones(2)}, "x": np.ones(2)}, mapping=mapping)
+    with pytest.raises(MappingError, match=r"there is no leaf 'b.\{i\}'"):
+        osl.save(tmp_path / "less", {"x": np.ones(2)}, mapping=Mapping([*mapping.rules[1:]]))
+
+
+def test_an_optional_leaf_lacks_no_part_of_a_tensor_either(tmp_path):
+    gate = rule("g", tensor("gu").slice(0, 0, 2))
+    up = rule("u", tensor("gu").slice(0, 2, 4), optional=True)
+    with pytest.raises(MappingError, match=r"no leaf 'u', .* a part of 'gu'.*mapping.like"):
+        osl.save(tmp_path / "out", {"g": np.ones(2, F32)}, mapping=Mapping([gate, up]))
+    osl.save(tmp_path / "like", {"gu": np.zeros(2, F32)})
+    mapping = Mapping([gate, up]).like(tmp_path / "like")
+    osl.save(tmp_path / "out", {"g": np.ones(2, F32)}, mapping=mapping)
+
+
+def test_a_part_of_a_part_says_no_more_than_its_own_length(tmp_path):
+    qkv = tensor("qkv")
+    rest = qkv.slice(0, 4)
+    rules = [rule("q", qkv.slice(0, 0, 4)), rule("k", rest.slice(0, 0, 2))]
+    values = np.arange(16, dtype=F32).reshape(8, 2)
+    mapping = Mapping([*rules, rule("v", rest.slice(0, 2))])
+    with pytest.raises(MappingError, match=r"there is no leaf 'v', .* a part of 'qkv'"):
+        osl.save(tmp_path / "out", {"q": values[:4], "k": values[4:6]}, mapping=mapping)
+    tree = {"q": values[:4], "k": values[4:6], "v": values[6:]}
+    osl.save(tmp_path / "out", tree, mapping=mapping)
+    np.testing.assert_array_equal(osl.load(tmp_path / "out")["qkv"], values)
+
+
+PERMUTATION = (3, 0, 2, 1, 7, 5, 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("expr", "tensors"),
+    [
+        (tensor("x").take(0, PERMUTATION).take(0, PERMUTATION[::-1]), {"x": 8}),
+        (tensor("x").take(0, PERMUTATION), {"x": 8}),
+        (tensor("x").pad(0, 0, 6), {"x": 2}),
+        (tensor("x").pad(0, 3, 0), {"x": 5}),
+        (concat([tensor("x"), tensor("y")], 0, sizes=[3, 5]), {"x": 3, "y": 5}),
+        (stack(tensor("x.{i}"), over="i", indices=range(8)), {f"x.{i}": None for i in range(8)}),
+        (stack(tensor("x.{i}"), over="i"), {f"x.{i}": None for i in range(8)}),
+    ],
+)
+def test_lower_bounds_of_parts_determine_the_whole(tmp_path, expr, tensors):
+    """Of what an expression makes leaves hold parts; their saves need no `like`."""
+    rng = np.random.default_rng(0)
+    shapes = {name: (2,) if n is None else (n, 2) for name, n in tensors.items()}
+    stored = {name: rng.integers(1, 99, shape).astype(F32) for name, shape in shapes.items()}
+    mapping = Mapping([rule("a", expr.slice(0, 0, 4)), rule("b", expr.slice(0, 4))])
+    osl.save(tmp_path / "in", stored)
+    tree = osl.load(tmp_path / "in", mapping=mapping)
+    assert [leaf.shape[0] for leaf in tree.values()] == [4, 4]
+    osl.save(tmp_path / "out", tree, mapping=mapping)
+    saved = osl.load(tmp_path / "out")
+    assert saved.keys() == stored.keys()
+    for name, value in stored.items():
+        np.testing.assert_array_equal(saved[name], value)
+
+
+def test_a_leaf_of_every_second_element_of_odd_rows(tmp_path):
+    """Its elements are in every row, at other columns."""
+    rows = 3000
+    flat = tensor("x").rearrange("r c -> (r c)", c=3)
+    mapping = Mapping([rule("a", flat.slice(0, 0, None, 2)), rule("b", flat.slice(0, 1, None, 2))])
+    stored = {"x": np.arange(3 * rows, dtype=F32).reshape(rows, 3)}
+    osl.save(tmp_path / "in", stored)
+    mapping = mapping.like(tmp_path / "in")
+    assert "loading only" not in mapping.explain(tmp_path / "in")
+    tree = osl.load(tmp_path / "in", mapping=mapping)
+    np.testing.assert_array_equal(tree["a"], stored["x"].reshape(-1)[::2])
+    osl.save(tmp_path / "out", tree, mapping=mapping)
+    np.testing.assert_array_equal(osl.load(tmp_path / "out")["x"], stored["x"])
+
+
+def test_what_is_not_saved_is_ignored_in_loads(tmp_path):
+    osl.save(tmp_path / "in", {"w": np.ones(2, F32), "vision_tower": {"a": np.ones(2, F32)}})
+    rules = [rule("w", tensor("w"))]
+    mapping = Mapping(rules, unsaved=["vision_tower.*"])
+    assert osl.load(tmp_path / "in", mapping=mapping).keys() == {"w"}
+    with pytest.raises(MappingError, match="would lack tensors that checkpoints of this model"):
+        osl.save(tmp_path / "out", {"w": np.ones(2, F32)}, mapping=mapping)
+    with pytest.raises(MappingError, match=r"no rule uses tensor 'vision_tower\.a'"):
+        osl.load(tmp_path / "in", mapping=Mapping(rules, unsaved=["vision.*"]))
+
+
 KERNELS = [rule("{m}.kernel", tensor("model.{m}.weight")), rule("head.kernel", tensor("lm_head"))]
 
 

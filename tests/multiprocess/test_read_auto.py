@@ -212,7 +212,9 @@ def test_after_a_gather_that_not_all_began_nothing_is_exchanged(path, devices):
 
 
 def test_a_process_that_cannot_tell_the_format_fails_all(path):
-    for (text, seconds), (own, _) in zip(*run(path, "format unknown", 2), strict=True):
+    outcomes = [*zip(*run(path, "format unknown", 2), strict=True)]
+    assert len(outcomes) == 4
+    for (text, seconds), (own, _) in outcomes:
         assert "process 1 failed while " in text
         assert "stale file handle" in text
         assert "OSError: stale file handle" in own

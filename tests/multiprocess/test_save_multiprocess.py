@@ -1,6 +1,7 @@
 """Saves by several real processes: the bytes of one process's save, each process its share."""
 
 import hashlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -100,8 +101,10 @@ def test_every_process_writes_its_own_file_of_pieces(tmp_path, source, tensors, 
         assert own in result["files"] or split == "replicated"
 
 
-@pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("doing", ["planning", "write_at", "finish"])
+@pytest.mark.parametrize(
+    ("doing", "process"),
+    [*itertools.product(("planning", "write_at", "finish"), (0, 1)), ("commit", 0)],
+)
 def test_all_fail_with_the_first_cause_and_nothing_is_lost(tmp_path, source, doing, process):
     results = run_processes(
         "save_multiprocess_fail.py",
@@ -117,7 +120,7 @@ def test_all_fail_with_the_first_cause_and_nothing_is_lost(tmp_path, source, doi
         assert ("'bad'" if doing == "planning" else f"the disk broke while {doing}") in text
         own = "UnsupportedDtypeError" if doing == "planning" else "OSError"
         assert kind == (own if number == process else "PeerError")
-        assert result["seconds"] < 60
+        assert result["seconds"] < 25  # less than the first process waits for others at most
         assert result["old"] == [0, 1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 

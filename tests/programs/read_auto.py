@@ -144,23 +144,43 @@ def main(path, case, other=None):
     if case == "format unknown":  # to one process, whose storage fails before the load begins
         import orbax.checkpoint as ocp
 
-        item = importlib.import_module("orbax_safetensors_layout.adapters.item")
-        if process:
-            item.is_orbax_item = lambda _: exec("raise OSError('stale file handle')")
+        def failing(*_):
+            raise OSError("stale file handle")
+
+        item, resized, layout = (
+            importlib.import_module(f"orbax_safetensors_layout.adapters.{name}")
+            for name in ("item", "resized", "layout")
+        )
         osl.using(read=osl.ReadOptions(timeout_seconds=20, **slow)).__enter__()
         folder, outcomes = epath.Path(path).parent, []
-        for restore in (
-            lambda: ocp.Checkpointer(osl.SafetensorsCheckpointHandler()).restore(
-                folder, args=osl.SafetensorsRestore(tree(P()))
+        handler = osl.SafetensorsCheckpointHandler()
+
+        def restore_v0(kind, **options):
+            return ocp.Checkpointer(handler).restore(folder, args=kind(tree(P()), **options))
+
+        def load_v1(kind, *name):
+            return asyncio.run(begun(kind().load(folder, *name, tree(P()))))
+
+        for fails, name, restore in (
+            (item, "is_orbax_item", lambda: restore_v0(osl.SafetensorsRestore)),
+            (item, "is_orbax_item", lambda: load_v1(osl.SafetensorsHandler)),
+            (layout, "_locate", lambda: load_v1(osl.SafetensorsLayout, None)),
+            (
+                resized.CheckpointMetadata,
+                "read",
+                lambda: restore_v0(ocp.args.StandardRestore, strict=False),
             ),
-            lambda: asyncio.run(begun(osl.SafetensorsHandler().load(folder, tree(P())))),
         ):
+            own = getattr(fails, name)
+            if process:
+                setattr(fails, name, failing)
             began = time.monotonic()
             try:
                 outcomes.append(len(restore()))
             except Exception as error:
                 seconds = time.monotonic() - began
                 outcomes.append((f"{type(error).__name__}: {error}", seconds))
+            setattr(fails, name, own)
             multihost_utils.sync_global_devices("tried")
         return outcomes
     if case == "cancelled":  # while the other process does not come

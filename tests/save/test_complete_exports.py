@@ -392,6 +392,11 @@ def test_a_decoded_model_with_integers_of_its_own_is_plain(models, tmp_path, ext
         {"dense_weights": np.ones(8, np.int64), "row_offsets": np.ones(9, np.int32)},  # SpQR
         {"weight": np.ones((8, 2), np.int16), "tables": np.ones((4, 2), np.float16)},  # HIGGS
         {"W_q": np.ones((8, 2), np.uint8), "scale": np.ones((8, 1), np.float16)},  # HQQ
+        {  # of compressed-tensors, sparse
+            "compressed": np.ones((8, 8), np.float16),
+            "bitmask": np.ones((8, 2), np.uint8),
+            "shape": np.ones(2, np.int64),
+        },
     ],
     ids=lambda codes: next(iter(codes)),
 )

@@ -306,6 +306,28 @@ def test_a_crash_never_leaves_what_passes_for_a_checkpoint(place, layout, overwr
         assert "old" in outcomes[len(outcomes) // 3 :], "only putting it in place destroys the old"
 
 
+def test_an_index_comes_after_the_checksums(place):
+    """A folder with one is the whole save, of which all can be verified."""
+    options = osl.WriteOptions(digests=True, max_file_bytes=1, concurrency=1)
+    with_index = 0
+    for changes in itertools.count():
+        target = f"{place.url}/{changes}"
+        try:
+            with crash_after(changes):
+                osl.save(target, OTHER, options=options)
+        except Crash:
+            pass
+        else:
+            break
+        storage, folder = open_storage(target)
+        with storage:
+            if "model.safetensors.index.json" not in storage.list(folder):
+                continue
+        with_index += 1
+        assert trees_equal(osl.load(target, options=osl.ReadOptions(verify=True)), OTHER)
+    assert with_index
+
+
 def outcome(target):
     try:
         loaded = osl.load(target)

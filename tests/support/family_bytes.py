@@ -33,7 +33,11 @@ CONFIGS = {
     "Mistral 7B": ("mistral", 4096, 32, 8, 128, 14336, 32768, {}),
     "Qwen 2.5 7B": ("qwen2", 3584, 28, 4, 128, 18944, 152064, {}),
     "Qwen 3 8B": ("qwen3", 4096, 32, 8, 128, 12288, 151936, {}),
-    "Qwen 3 30B-A3B": ("qwen3_moe", 2048, 32, 4, 128, 768, 151936, {"num_experts": 128}),
+    "Qwen 3 30B-A3B": (
+        "qwen3_moe",
+        *(2048, 32, 4, 128, 768, 151936),
+        {"num_experts": 128, "norm_topk_prob": True},
+    ),
     "Gemma 2 9B": ("gemma2", 3584, 16, 8, 256, 14336, 256000, {"tie_word_embeddings": True}),
     "Gemma 3 12B": ("gemma3_text", 3840, 16, 8, 256, 15360, 262208, {"tie_word_embeddings": True}),
     "Mixtral 8x7B": ("mixtral", 4096, 32, 8, 128, 14336, 32000, {"num_local_experts": 8}),

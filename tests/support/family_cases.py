@@ -4,6 +4,7 @@ from family_models import MODELS
 
 FAMILY = {"llama3": "llama", "llama_biased": "llama", "qwen3_moe_mixed": "qwen3_moe"}
 FAMILY |= {
+    "gemma2_scaled": "gemma2",
     "gemma3_full_heads": "gemma3",
     "deepseek_v2_biased": "deepseek_v2",
     "deepseek_v2_lite": "deepseek_v2",
@@ -55,7 +56,15 @@ NOT_IN_TUNIX = (
         "llama4_blocks",
     ),
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
-    *("gpt_oss", "olmo3", "gemma4", "gemma4_e2b", "deepseek_v2_biased", "deepseek_v3_biased"),
+    *(
+        "gpt_oss",
+        "olmo3",
+        "gemma2_scaled",
+        "gemma4",
+        "gemma4_e2b",
+        "deepseek_v2_biased",
+        "deepseek_v3_biased",
+    ),
 )
 
 CASES = [

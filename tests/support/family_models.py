@@ -85,7 +85,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3_moe": ("Qwen3Moe", {**MOE, "num_experts": 5, "head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**MOE, "num_experts": 5, "head_dim": 16, "norm_topk_prob": True},
+    ),
     "qwen3_moe_mixed": ("Qwen3Moe", {**MOE, "num_experts": 4, "mlp_only_layers": [1]}),
     "qwen2_vl": ("Qwen2VL", {"rope_parameters": PARTED_ROPE}),
     "qwen3_vl": ("Qwen3VL", {"rope_parameters": PARTED_ROPE, "head_dim": 8}),
@@ -101,10 +104,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
-        {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 12, "hidden_size": 40},
+        {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 16, "hidden_size": 40},
     ),
-    "gemma3": ("Gemma3", {"num_hidden_layers": 14, "head_dim": 16, "hidden_size": 40}),
-    "gemma3_full_heads": ("Gemma3", {"head_dim": 16, "num_key_value_heads": 4}),
+    "gemma2_scaled": (
+        "Gemma2",
+        {"num_hidden_layers": 2, "head_dim": 16, "query_pre_attn_scalar": 12, "hidden_size": 40},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {"num_hidden_layers": 14, "head_dim": 16, "query_pre_attn_scalar": 16, "hidden_size": 40},
+    ),
+    "gemma3_full_heads": (
+        "Gemma3",
+        {"head_dim": 16, "query_pre_attn_scalar": 8, "num_key_value_heads": 4},
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "deepseek_v3": (
         "DeepseekV3",

@@ -68,8 +68,8 @@ class Stack(Expr):
         if indices is None or isinstance(indices, slice):
             start, step = (indices.start or 0, indices.step or 1) if indices else (0, 1)
             indices = tuple(range(start, start + n * step, step))
-        if len(indices) != n:
-            raise MappingError(f"{self!r}: it has {len(indices)} indices, the leaf {n}")
+        if shape[axis].join(Extent(len(indices))) is None:
+            raise MappingError(f"{self!r}: it has {len(indices)} indices, the leaf {shape[axis]}")
         inner = put(shape, axis)
         for i in indices:
             yield from self.operand.infer({**captures, self.over: str(i)}, inner)
@@ -135,17 +135,20 @@ class Concat(Expr):
     def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         axis = ops.axis_of("concat", self.axis, len(shape))
         sizes = list(self.sizes or [None] * len(self.operands))
-        if sizes.count(None) > 1 or not shape[axis].exact:
+        extent = shape[axis]
+        if None not in sizes:
+            extent = extent.join(Extent(sum(size or 0 for size in sizes))) or extent
+        if sizes.count(None) > 1 or not extent.exact:
             raise MappingError(
                 f"{self!r} does not determine how long its parts are along axis {axis}",
                 hint=f"Give concat(..., sizes=[...]), or {LIKE}.",
             )
-        rest = shape[axis].n - sum(size or 0 for size in sizes)
+        rest = extent.n - sum(size or 0 for size in sizes)
         if rest < 0 or (rest and None not in sizes):
-            raise MappingError(f"{self!r}: its sizes do not add up to {shape[axis]}")
+            raise MappingError(f"{self!r}: its sizes do not add up to {extent}")
         for operand, size in zip(self.operands, sizes, strict=True):
-            extent = Extent(rest if size is None else size)
-            yield from operand.infer(captures, put(shape, axis, extent))
+            part = Extent(rest if size is None else size)
+            yield from operand.infer(captures, put(shape, axis, part))
 
 
 def stack(

@@ -149,11 +149,11 @@ class Slice:
 
     def operand_extents(self, result: Extents) -> Extents:
         axis = axis_of(self, self.axis, len(result))
-        count, start, stop = result[axis].n, self.start or 0, self.stop
+        (count, exact), start, stop = result[axis], self.start or 0, self.stop
         if self.step > 0 and start >= 0 and stop is None:
-            extent = Extent(start + (count - 1) * self.step + 1, exact=self.step == 1)
+            extent = Extent(start + (count - 1) * self.step + 1, exact and self.step == 1)
         elif self.step == 1 and start >= 0 and stop is not None and stop < 0:
-            extent = Extent(start + count - stop)
+            extent = Extent(start + count - stop, exact)
         else:
             bounds = [abs(bound) for bound in (self.start, self.stop) if bound is not None]
             extent = Extent(max([count, *bounds]), exact=False)
@@ -182,7 +182,7 @@ class Take:
 
     def operand_extents(self, result: Extents) -> Extents:
         axis = axis_of(self, self.axis, len(result))
-        if result[axis] != Extent(len(self.indices)):
+        if result[axis].join(Extent(len(self.indices))) is None:
             raise MappingError(f"{self} gives extent {len(self.indices)}, not {result[axis]}")
         least = max([(i + 1 if i >= 0 else -i) for i in self.indices], default=0)
         return put(result, axis, Extent(least, exact=False))
@@ -213,9 +213,9 @@ class Pad:
         axis = axis_of(self, self.axis, len(result))
         n, exact = result[axis]
         rest = n - self.before - self.after
-        if rest < 0:
+        if rest < 0 and exact:
             raise MappingError(f"{self} gives at least extent {self.before + self.after}, not {n}")
-        return put(result, axis, Extent(rest, exact))
+        return put(result, axis, Extent(max(0, rest), exact))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

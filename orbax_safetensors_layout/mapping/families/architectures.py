@@ -120,7 +120,7 @@ class Architecture:
     layer_inputs: bool = False
     alternating: bool = False
     prediction: Literal["layers", "mtp"] | None = None
-    vision: tuple[str, ...] = ("*vision_tower.*", "*multi_modal_projector.*")
+    vision: tuple[str, ...] = ("*vision_tower.*", "*multi_modal_projector.*", "*image_newline")
     beside: tuple[str, ...] = ()
     prefix: str = "language_model.model."
     root: str = "model."
@@ -137,7 +137,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture(biases=(Biases(_QKV),)),
     "qwen3": Architecture(defaults={"head_dim": 128}, head_norms="share"),
     "qwen3_moe": Architecture(
-        defaults={"num_experts": 128, **_SPARSE_STEP},
+        defaults={"num_experts": 128, "norm_topk_prob": False, **_SPARSE_STEP},
         head_norms="share",
     ),
     "qwen2_vl": Architecture(biases=(Biases(_QKV),), vision=("*visual.*",), prefix="model."),
@@ -198,6 +198,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek_v32": Architecture(
         defaults={
             "first_k_dense_replace": 3,
+            "mlp_layer_types": None,
             "n_routed_experts": 256,
             "q_lora_rank": 1536,
             "index_n_heads": 64,

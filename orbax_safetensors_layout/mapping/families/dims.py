@@ -17,7 +17,7 @@ from .weight_format import WeightFormat, weight_format
 _OWN = (
     *("query_pre_attn_scalar", "sliding_window_pattern", "decoder_sparse_step", "mlp_only_layers"),
     *("first_k_dense_replace", "moe_layers", "interleave_moe_layer_step"),
-    "full_attention_interval",
+    *("full_attention_interval", "norm_topk_prob"),
 )
 
 # Which value ties the output kernel of a model within another, by the outer `model_type`: the outer
@@ -124,6 +124,7 @@ class Dims:
     tied: bool  # whether the output kernel is the embedding where the files have none
     headless: bool  # whether the model is one without an output kernel, as embedders are
     query_scalar: float  # attention logits are divided by the square root of it
+    top_sums_to_one: bool  # whether the weights of the experts of a token do
     rope: str  # the `rope_type` of the configuration; `default` where it has none
     experts: int  # routed ones of a layer; 0 in a dense model
     dense: tuple[int, ...]  # layers without experts
@@ -247,8 +248,11 @@ def dims_of(
         tied=_tied(outer, read),
         headless=_headless(outer),
         query_scalar=read.number("query_pre_attn_scalar", head_dim),
+        top_sums_to_one=read.flag("norm_topk_prob", False),
         rope=_rope(read),
-        experts=read.integer(read.need(*_EXPERTS), bounds=most_experts) if sparse else 0,
+        experts=read.integer(read.need(*_EXPERTS), bounds=most_experts)
+        if len(dense) < layers
+        else 0,
         dense=dense,
         shared_experts=architecture.shared_experts is not None
         and read.integer("n_shared_experts", 1, bounds=most) > 0,
@@ -331,13 +335,19 @@ def _types_by_rates(read: Section, layers: int) -> tuple[str, ...]:
 
 def _hashed(read: Section, layers: int) -> frozenset[int]:
     """The layers whose router is a table of tokens."""
-    types = read.texts("mlp_layer_types")
+    types = _mlp_types(read, layers, "hash_moe", "moe")
     if not types:
         return frozenset(range(read.integer("num_hash_layers", bounds=(0, _MOST_LAYERS))))
-    if len(types) < layers or not {"hash_moe", "moe"}.issuperset(types):
-        expected = f"hash_moe or moe for each of {layers:,} layers"
+    return frozenset(i for i, kind in enumerate(types) if kind == "hash_moe")
+
+
+def _mlp_types(read: Section, layers: int, *kinds: str) -> tuple[str, ...]:
+    """The kind of MLP of each layer, each one of two; empty where the configuration has none."""
+    types = read.texts("mlp_layer_types")
+    if types and (len(types) < layers or not set(types).issubset(kinds)):
+        expected = f"{' or '.join(kinds)} for each of {layers:,} layers"
         read.raise_error("mlp_layer_types", expected, types)
-    return frozenset(i for i, kind in enumerate(types[:layers]) if kind == "hash_moe")
+    return types[:layers]
 
 
 def _types_by_rotation(read: Section, layers: int) -> tuple[str, ...]:
@@ -510,16 +520,18 @@ def _experts_form(
 
 
 def _dense(read: Section, layers: int) -> tuple[int, ...]:
-    if "first_k_dense_replace" in ARCHITECTURES[read.model].defaults:
+    defaults = ARCHITECTURES[read.model].defaults
+    if "mlp_layer_types" in defaults and (types := _mlp_types(read, layers, "dense", "sparse")):
+        return tuple(i for i, kind in enumerate(types) if kind == "dense")
+    if "first_k_dense_replace" in defaults:
         first = read.integer("first_k_dense_replace", bounds=(0, _MOST_LAYERS))
         return tuple(range(min(first, layers)))
-    if "moe_layers" in ARCHITECTURES[read.model].defaults:
-        step = read.integer("interleave_moe_layer_step", 1)
-        sparse = read.integers("moe_layers", bounds=(0, _MOST_LAYERS))
-        given = read.get("moe_layers") is not None
-        return tuple(
-            sorted(set(range(layers)) - set(sparse if given else range(step - 1, layers, step)))
-        )
+    if "moe_layers" in defaults:
+        sparse: Sequence[int] = read.integers("moe_layers", bounds=(0, _MOST_LAYERS))
+        if read.get("moe_layers") is None:  # else the step says nothing, and may be 0
+            step = read.integer("interleave_moe_layer_step", 1)
+            sparse = range(step - 1, layers, step)
+        return tuple(sorted({*range(layers)}.difference(sparse)))
     # `Qwen3MoeDecoderLayer` of transformers 5.23.0.
     only = set(read.integers("mlp_only_layers", bounds=(0, _MOST_LAYERS)))
     step = read.integer("decoder_sparse_step", 1)

@@ -459,6 +459,12 @@ def _cycle(
 
 def _deepseek(dims: Dims) -> tuple[LayerGroup, ...]:
     """Dense layers first, counted by themselves, then those with experts."""
+    if dims.dense != tuple(range(len(dims.dense))):
+        raise MappingError(
+            f"the dense layers are not those of MaxText's {dims.family}, which are the first",
+            expected=f"layers 0 to {len(dims.dense) - 1}",
+            found=short_repr([*dims.dense]),
+        )
     names = (*_DEEPSEEK_NAMES, *_NAMES)
     # `GateLogit` of `layers/moe.py`: the bias is a variable of its own kind. Flax keeps it beside
     # the parameters, and `param_scan_axis` is that of parameters only (`layers/nnx_decoders.py`).

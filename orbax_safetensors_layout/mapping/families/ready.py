@@ -92,7 +92,7 @@ class Options(TypedDict, total=False):
         untie: Give a model with tied embeddings an output kernel of its own: that of the files, or
             where they have none the embedding.
         prefix: Prefix of the embedding (`embed_tokens.weight`) in the checkpoint's names. By
-            default that of the folder's names, else `model.`.
+            default that of the folder's names, else the family's, mostly `model.`.
         root: The name of the tree that holds the leaves: `params` for MaxText, else none.
         model_type: The `model_type` of a configuration that is another's by name: a family's
             function then takes it. By default it takes its own, and configurations without any.
@@ -164,7 +164,7 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
         expected = "a checkpoint's folder, its config.json, or what that holds as a dict"
         raise MappingError(what, expected=expected, found=short_repr(parsed))
     if family is None:
-        family = _family_of(parsed.get("model_type"))
+        family = _family_of(parsed)
     _check_options(options)
     side = _TARGETS[target := options.get("target", "plain")]
     if family not in side.families:
@@ -294,18 +294,31 @@ def _check_options(options: Dict[str, Any]) -> None:
             raise MappingError(f"{name}={short_repr(value)} must be {expected}")
 
 
-def _family_of(model_type: object) -> str:
+def _family_of(config: Dict[str, Any]) -> str:
+    model_type, inner = config.get("model_type"), _inner_type(config)
     if isinstance(model_type, str) and model_type in _FAMILY_OF:
         return _FAMILY_OF[model_type]
     shown = short_repr(model_type)
     similar = _similar_families(model_type) if isinstance(model_type, str) else []
     calls = " or ".join(f"osl.families.{name}(config, model_type={shown})" for name in similar)
+    hint = (
+        "If the model is one of these by another name, call that family's function of"
+        f" osl.families{calls and f': nearest by name are {calls}'}; else write an osl.Mapping."
+    )
+    if isinstance(inner, str) and inner in _FAMILY_OF:
+        call = f"osl.families.{_FAMILY_OF[inner]}(config)"
+        hint = f"Its language model is {inner!r}: {call} takes that part of it."
     raise MappingError(
         f"there is no ready mapping for model_type {shown}",
         expected=f"one of {', '.join(sorted(_FAMILY_OF))}",
-        hint="If the model is one of these by another name, call that family's function of"
-        f" osl.families{calls and f': nearest by name are {calls}'}; else write an osl.Mapping.",
+        hint=hint,
     )
+
+
+def _inner_type(config: Dict[str, Any]) -> object:
+    """The `model_type` of a configuration's language model, where it is one of several."""
+    inner = config.get("text_config")
+    return inner.get("model_type") if isinstance(inner, Dict) else None
 
 
 def _similar_families(model_type: str) -> list[str]:
@@ -322,8 +335,7 @@ def _similar_families(model_type: str) -> list[str]:
 
 def _check_type(family: str, config: Dict[str, object], said: str | None) -> None:
     """Refuses another type than the caller names: models of equal names may compute otherwise."""
-    inner = config.get("text_config")
-    kind = inner.get("model_type") if isinstance(inner, Dict) else None
+    kind = _inner_type(config)
     kind = config.get("model_type") if kind is None else kind
     own = [name for name, of in _FAMILY_OF.items() if of == family]
     if kind != said if said is not None else kind is not None and kind not in own:

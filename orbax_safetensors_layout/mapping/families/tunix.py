@@ -51,11 +51,31 @@ def tree(dims: Dims) -> Tree:
     dims.check_uniform("Tunix")
     if dims.family == "gemma3":  # `GEMMA3_ATTENTION_PATTERN`; of Gemma 2 `ModelConfig` says it
         dims.check_cycle("Tunix", 6, rest=True)
+    _check_computed(dims)
     gemma = dims.family in ("gemma", "gemma2", "gemma3")
     leaves = _gemma(dims) if gemma else _qwen(dims)
     layers = LayerGroup("layers.", "layers.{n}.", tuple(range(dims.layers)), leaves)
     norm = "final_norm.scale" if gemma else "final_norm.w"
     return Tree("embedder.input_embedding", "lm_head.w", norm, (layers,))
+
+
+def _check_computed(dims: Dims) -> None:
+    """Refuses models that Tunix computes otherwise, with nothing in its configuration to say so."""
+    divisors = [dims.head_dim]
+    if dims.family == "gemma3":  # `QueryPreAttentionNormalisation`
+        divisors.append(dims.hidden // dims.heads)
+    if dims.family in ("gemma2", "gemma3") and dims.query_scalar not in divisors:
+        raise MappingError(
+            f"Tunix's {dims.family} divides attention logits by the square root of another number",
+            expected=f"query_pre_attn_scalar {' or '.join(map(str, divisors))}",
+            found=f"{dims.query_scalar:g}",
+        )
+    if dims.family == "qwen3_moe" and dims.sparse and not dims.top_sums_to_one:
+        raise MappingError(
+            "Tunix's qwen3_moe scales the weights of a token's experts to the sum 1",
+            expected="norm_topk_prob true",
+            found="false, or none, which is false",
+        )
 
 
 def _qwen(dims: Dims) -> tuple[FamilyLeaf, ...]:

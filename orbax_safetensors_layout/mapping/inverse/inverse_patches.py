@@ -284,30 +284,38 @@ def _split_at(patch: Patch, boundary: int) -> list[Patch]:
 
 def _divide(patch: Patch, number: int, inner: int) -> Iterator[Patch]:
     """Cut a factor in two, the inner one of extent `inner`; in several patches if need be."""
-    extent, start, step, count = patch.factors[number]
-    outer = extent // inner
-    row, rest = divmod(start, inner)
-    last = start + (count - 1) * step
-    pair: tuple[Factor, Factor] | None = None
-    if count == 1 or last // inner == row:
-        pair = Factor(outer, row, 1, 1), Factor(inner, rest, step, count)
-    elif step % inner == 0:
-        pair = Factor(outer, row, step // inner, count), Factor(inner, rest, 1, 1)
-    elif inner % step == 0 and rest < step and count % (inner // step) == 0:
-        each = inner // step
-        pair = Factor(outer, row, 1, count // each), Factor(inner, rest, step, each)
-    if pair is not None:
-        shape = put(patch.values.shape, number, pair[0].length, pair[1].length)
-        yield patch.replaced(number, reshaped(patch.values, shape), *pair)
-        return
-    # Neither: separate whole rows from the rest before and after them, or each row.
-    first = -(-(inner - rest) // step)
-    if rest < step and inner % step == 0:
-        first = count // (inner // step) * (inner // step)
-    for low, high in ((0, first), (first, count)):
-        factor = Factor(extent, start + low * step, step, high - low)
-        values = sliced(patch.values, number, low, high - low)
-        yield from _divide(patch.put(number, factor, values), number, inner)
+    whole, done = patch, 0
+    while True:
+        extent, start, step, count = patch.factors[number]
+        outer = extent // inner
+        row, rest = divmod(start, inner)
+        last = start + (count - 1) * step
+        pair: tuple[Factor, Factor] | None = None
+        if count == 1 or last // inner == row:
+            pair = Factor(outer, row, 1, 1), Factor(inner, rest, step, count)
+        elif step % inner == 0:
+            pair = Factor(outer, row, step // inner, count), Factor(inner, rest, 1, 1)
+        elif inner % step == 0 and rest < step and count % (inner // step) == 0:
+            each = inner // step
+            pair = Factor(outer, row, 1, count // each), Factor(inner, rest, step, each)
+        if pair is not None:
+            shape = put(patch.values.shape, number, pair[0].length, pair[1].length)
+            yield patch.replaced(number, reshaped(patch.values, shape), *pair)
+            return
+        # Neither: separate whole rows from the rest before and after them, or each row.
+        first = -(-(inner - rest) // step)
+        if rest < step and inner % step == 0:
+            first = count // (inner // step) * (inner // step)
+        yield from _divide(_along(whole, number, done, done + first), number, inner)
+        done += first
+        patch = _along(whole, number, done, whole.factors[number].length)
+
+
+def _along(patch: Patch, number: int, low: int, high: int) -> Patch:
+    """Return the part of a patch from one index of a factor to another."""
+    extent, start, step, _ = patch.factors[number]
+    factor = Factor(extent, start + low * step, step, high - low)
+    return patch.put(number, factor, sliced(patch.values, number, low, high - low))
 
 
 def _join(patch: Patch, number: int) -> Patch | None:
