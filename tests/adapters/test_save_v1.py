@@ -363,6 +363,18 @@ def test_what_saves_itself_keeps_that(tmp_path, route):
         assert counter.count == 5
 
 
+def test_a_registry_of_ones_own(tmp_path):
+    """As docs/saving.md spells it."""
+    context = ocp.Context()
+    registry = ocp.handlers.local_registry(include_global_registry=False)
+    registry.add(osl.SafetensorsHandler, checkpointable_name="state")
+    context.checkpointables.registry = registry
+    with context:
+        ocp.save(tmp_path / "a", state())
+        same(ocp.load(tmp_path / "a", state()), state())
+    assert list((tmp_path / "a" / "state").glob("*.safetensors"))
+
+
 def test_a_step_without_a_tree(tmp_path, route):
     with route():
         ocp.save_checkpointables(tmp_path / "a", {"data": Counter(5)})
