@@ -109,7 +109,8 @@ def main() -> None:
 def _touch(nbytes: int) -> None:
     """Gets memory and gives it back, so that each load finds what the machine already holds.
 
-    A virtual machine gives free memory back to its host; to get it again takes longer than a load.
+    A virtual machine may give free memory back to its host; to get it again can take longer than a
+    load.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
