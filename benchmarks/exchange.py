@@ -66,9 +66,8 @@ class Storage(NamedTuple):
     turns: tuple[int, ...] = (0, 2, 8, 20, 38)
 
 
-LOCAL = Storage(None, 2048, 20, {"2d": 40, "dim0": 40}, (0, 2, 30))
 STORAGES = {
-    "local": LOCAL,
+    "local": Storage(None, 2048, 20, {"2d": 40, "dim0": 40}, (0, 2, 30)),
     "far": Storage((0.02, 4e6), other_times={"dim0": 3}),
     "slow": Storage((0.05, 1e6)),
 }
@@ -76,6 +75,7 @@ MOST_TINY = 8000
 STREAMS = 8
 MOST = 1.05
 LEAST_CASES = 20
+MOST_TURNS = max(storage.turns[-1] for storage in STORAGES.values())
 FIRST_TURNS, FAR_SLOWER = 2, 1.5
 MOST_ERROR = 0.015  # a standard error, relative
 
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], metavar="STORAGE[:CASE]")
     parser.add_argument("--choices", nargs="+", default=["each", "read_once", "auto"])
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--repeat", type=int, default=LOCAL.turns[-1])
+    parser.add_argument("--repeat", type=int, default=MOST_TURNS)
     parser.add_argument("--megabytes", type=float, default=43)
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--json", type=Path)
@@ -252,7 +252,7 @@ def main() -> None:
         mark = ""
         if ratio := _ratio(of_case, options.choices):
             ratios[name] = ratio
-            error = _error(of_case, [*_near(of_case, options.choices)])
+            error = _error(of_case, _near(of_case, options.choices))
             mark = f"{ratio:.3f}" if ratio <= MOST else f"**{ratio:.3f}**"
             mark += f" ± {error:.3f}"
             clear += ratio - 2 * error > MOST

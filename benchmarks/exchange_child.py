@@ -10,16 +10,13 @@ import dataclasses
 import gc
 import json
 import math
-import mmap
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-PAGE = 4096
+import pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +86,9 @@ def main() -> None:
         gc.collect()
         client.wait_at_barrier(f"load {number}", 600_000)
         if not path.startswith("http"):
-            _touch(sum(map(_bytes_of_shards, abstract.values())))
             if job.process == 0:
-                _drop(path)
+                pages.evict(Path(path).iterdir())
+            pages.touch_and_free(sum(map(_bytes_of_shards, abstract.values())))
         client.wait_at_barrier(f"touched {number}", 600_000)
         began = time.perf_counter()
         tree = jax.block_until_ready(osl.load(path, abstract, mapping=mapping, options=options))
@@ -106,26 +103,6 @@ def main() -> None:
     os._exit(0)
 
 
-def _touch(nbytes: int) -> None:
-    """Gets memory and gives it back, so that each load finds what the machine already holds.
-
-    A virtual machine may give free memory back to its host; to get it again can take longer than a
-    load.
-    """
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    np.frombuffer(memory, np.uint8)[::PAGE] = 1
-    memory.close()
-
-
-def _drop(folder: str) -> None:
-    """Drops the files of a folder from the page cache, so that a load reads the disk."""
-    for file in Path(folder).iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 def _bytes_of_shards(leaf: Any) -> int:
     """Return the bytes of what this process's devices hold of a leaf."""
     shards = len(leaf.sharding.addressable_devices)
@@ -134,6 +111,7 @@ def _bytes_of_shards(leaf: Any) -> int:
 
 def _abstract(path: str, case: str) -> tuple[Any, Any]:
     import jax
+    import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import orbax_safetensors_layout as osl
