@@ -291,7 +291,7 @@ def fingerprint_of(
                 texts = []
                 for leaf, boxes, offset in lane:
                     region = leaves[leaf].region
-                    what = number(region.dtype), number(boxes), offset
+                    what = str(region.dtype), number(boxes), offset
                     stored = _entries(region.source)
                     texts.append(f"{what}{region.name}\n{_stored_places(stored, files)}")
                     entries += stored

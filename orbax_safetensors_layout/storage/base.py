@@ -158,7 +158,10 @@ class Storage(RangeReader, Protocol):
         """Return when `file` was last written, in seconds since the epoch."""
 
     def version(self, file: str) -> str | None:
-        """Return the version of the content that is pinned, the same on every host; or None."""
+        """Return what is known of the version of the pinned content, the same on every host.
+
+        It may be weak, as a date is; None if nothing is known that hosts have in common.
+        """
         return None
 
     def content_key(self, file: str) -> str | None:

@@ -58,6 +58,11 @@ class Seen(NamedTuple):
             tag = f'"{tag}"'
         return cls(meta["size"], tag, meta["version"], meta["last_modified"])
 
+    @property
+    def strong(self) -> str | None:
+        """A version that no other content of the object has."""
+        return self.tag if self.tag and not self.tag.startswith("W/") else self.version
+
     def is_same(self, other: Seen | None) -> bool:
         """Whether two looks saw one object, by all that both report."""
         if other is None or self.size != other.size:
@@ -143,12 +148,12 @@ class CloudStorage(Storage):
 
     def version(self, file: str) -> str | None:
         seen = self._look(file)
-        version = seen.tag if (seen.tag or "").startswith('"') else seen.version
-        return f"{version} {seen.size}" if version else None
+        date = seen.modified.replace(microsecond=0)  # listings have more digits than answers
+        return f"{seen.tag or date} {seen.size}"
 
     def content_key(self, file: str) -> str | None:
-        version = self.version(file)
-        return f"{self._service} {file} {version}" if version else None
+        seen = self._look(file)
+        return f"{self._service} {file} {seen.strong} {seen.size}" if seen.strong else None
 
     @functools.cached_property
     def _service(self) -> str:

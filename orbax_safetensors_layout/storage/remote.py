@@ -116,12 +116,13 @@ class RemoteStorage(Storage):
 
     def version(self, file: str) -> str | None:
         remote = self._file(file)
-        self._size(remote)
-        return remote.version
+        size = self._size(remote)
+        return remote.version or f"{remote.pinned} {size}"
 
     def content_key(self, file: str) -> str | None:
-        version = self.version(file)
-        return f"{self._file(file).identity} {version}" if version else None
+        remote = self._file(file)
+        self._size(remote)
+        return f"{remote.identity} {remote.version}" if remote.version else None
 
     def identity(self, file: str) -> str:
         return self.content_key(file) or f"{self.size(file):,} bytes, {self._file(file).stamp}"
@@ -185,15 +186,21 @@ class RemoteFile:
 
     @property
     def version(self) -> str | None:
+        """That of no other content of the file; None if it is weak."""
         version = self._address.version or self.tag
         return f"{version} {self.size}" if version else None
+
+    @property
+    def pinned(self) -> str:
+        """The version that was first seen, also if it is weak."""
+        return next(iter(self._versions.values()), "")
 
     @property
     def stamp(self) -> str:
         """Time of the last change, or else the version by the first server: a weak ETag, say."""
         if self.modified_seconds is not None:
             return f"modified {self.modified_seconds}"
-        return next(iter(self._versions.values()), "")
+        return self.pinned
 
     def open(self) -> None:
         """Makes one attempt to fetch `head`, from which the size is known."""

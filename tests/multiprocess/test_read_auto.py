@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from http_server import Server, serve_range
 from programs import run_processes
 
 import orbax_safetensors_layout as osl
@@ -104,6 +105,37 @@ def test_processes_that_have_other_files_exchange_nothing(path, tmp_path, case):
             said = re.findall("process ([01]) has [^ ]+ .content ([0-9a-f]+)", text)
             assert [number for number, _ in said] == ["0", "1"], text
             assert said[0][1] != said[1][1]
+
+
+@pytest.mark.parametrize("headers", [{}, {"ETag": 'W/"{edge}"'}, {"ETag": '"{edge}"'}])
+def test_hosts_that_see_two_versions_of_a_file_are_told(headers):
+    """Also by a date or a weak ETag alone, as edges of a network may have of what was replaced."""
+    files = [
+        safetensors.numpy.save({n: np.full((64, 96), edge, np.float32) for n in "ab"})
+        for edge in range(2)
+    ]
+
+    def answer(request):
+        edge = int(request.query["edge"])
+        known = {name: text.format(edge=edge) for name, text in headers.items()}
+        known["Last-Modified"] = f"Mon, 0{1 + edge} Jan 2024 00:00:00 GMT"
+        return serve_range(request, files[edge], known)
+
+    with Server(answer) as server:
+        url = f"{server.url}/files/model.safetensors"
+        assert run(url, "edges", 2, other="") == [[0.0, 0.0]] * 2
+        for text in run(url, "edges", 2, other="other"):
+            assert "PeerError: process 1 failed while " in text
+            assert "its files are others" in text
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("int32", "int64")])
+def test_what_a_process_did_before_is_no_difference(tmp_path, dtypes):
+    """Of 64 bits JAX makes 32, where x64 is off, and may have two objects that are equal."""
+    path = str(tmp_path / "model.safetensors")
+    tensors = {d: np.arange(64 * 96, dtype=d).reshape(64, 96) for d in reversed(dtypes)}
+    safetensors.numpy.save_file(tensors, path)
+    assert run(path, "dtypes", 2, devices=1, other=dtypes[0]) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("copied", [False, True])

@@ -34,6 +34,31 @@ def main(path, case, other=None):
     import orbax_safetensors_layout as osl
     from orbax_safetensors_layout.reading.all_gather import SendBuffer
 
+    if case == "edges":  # of a server, by the query, which is no part of the place
+        replicated = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
+        abstract = {n: jax.ShapeDtypeStruct((64, 96), np.float32, sharding=replicated) for n in "ab"}
+        slow = {"bandwidth_bytes_per_second": {"https": 1e3}}
+        try:
+            options = osl.ReadOptions(timeout_seconds=20, **slow)
+            loaded = osl.load(f"{path}?edge={process if other else 0}", abstract, options=options)
+            return [float(array.addressable_data(0)[0, 0]) for array in loaded.values()]
+        except osl.SafetensorsLayoutError as error:
+            return f"{type(error).__name__}: {error}"
+
+    if case == "dtypes":  # what JAX gave a process before must not count
+        if process:
+            jax.device_put(np.ones(3, other))
+        with safetensors.safe_open(path, "numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        replicated = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
+        abstract = {
+            name: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=replicated)
+            for name, t in tensors.items()
+        }
+        options = osl.ReadOptions(replicated="read_once", timeout_seconds=20)
+        loaded = osl.load(path, abstract, options=options)
+        return [np.array_equal(loaded[name], tensors[name]) for name in abstract]
+
     if case == "saves":  # two of one tree; each process reads its own part
         sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
         abstract = {"a": jax.ShapeDtypeStruct((64, 96), np.float32, sharding=sharding)}
