@@ -236,19 +236,23 @@ class ProcessGroup:
         known = _constants[self._store, name]
         prefix = f"{_PREFIX}/constant/{name}/"
         deadline = time.monotonic() + self._timeout_seconds
-        with self._reaching_others(doing):
-            if missing := {*self._processes} - known.keys():
-                values = self._store.list(prefix).items()
+
+        def missing(store: KeyValueStore) -> list[int]:
+            if unknown := {*self._processes} - known.keys():
+                values = store.list(prefix).items()
                 known.update((int(key.rpartition("/")[2]), value) for key, value in values)
-            for process in sorted(missing - known.keys()):
+            return sorted(unknown - known.keys())
+
+        with self._reaching_others(doing):
+            for process in missing(self._store):
                 while process not in known:
                     text = self._await(self._store, f"{prefix}{process}", deadline)
                     if text is not None:
                         known[process] = text
-                        break
-                    self.check(doing)
-                    if time.monotonic() > deadline:
-                        raise self._missing_error(missing - known.keys(), doing)
+                    elif time.monotonic() <= deadline:
+                        self.check(doing)
+                    elif late := missing(self._store):
+                        raise self._missing_error(late, doing)
         return [known[process] for process in self._processes]
 
     def arrive(self, doing: str, agree: Fingerprint) -> None:

@@ -114,6 +114,25 @@ def test_the_others_end_when_one_is_killed(path, where):
         assert seconds < PROMPT_SECONDS
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("opening", "processes [1] did not finish planning the load within 10 s"),
+        ("agreeing", "process 1 failed while planning the load: no sign of life"),
+        ("ending", "process 1 failed while loading tensors: no sign of life"),
+    ],
+)
+def test_a_kill_in_any_phase_ends_the_others(path, where, said):
+    """As the default chooses, too; the other phases are those of the test above."""
+    results = run_processes(
+        "read_once_fail.py", processes=3, devices=1, lost=1, path=str(path), guilty=1, where=where
+    )
+    for text, seconds in (results[0], results[2]):
+        assert f"PeerError: {said}" in text
+        assert seconds < PROMPT_SECONDS
+
+
 def test_memory_is_registered_where_nothing_is_exchanged(path):
     """To end that waits for what the devices have to do, so for gathers that never end."""
     seen = run_processes("registers.py", processes=2, devices=1, path=str(path))

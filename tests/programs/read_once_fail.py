@@ -9,8 +9,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from recording import recording
 
 import orbax_safetensors_layout as osl
+from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.reading import ReplicaExchange
 from orbax_safetensors_layout.reading.all_gather import SendBuffer
-from orbax_safetensors_layout.runtime import heartbeat
+from orbax_safetensors_layout.runtime import ProcessGroup, heartbeat
 from orbax_safetensors_layout.storage import LocalStorage
 
 
@@ -58,8 +60,21 @@ def main(path, guilty, where):
 
     if where == "gather" and is_guilty:
         SendBuffer.gather = gather_or_die
+    phases = {  # the first call of each is the last thing that the process does
+        "opening": (Catalog, "open"),
+        "agreeing": (ProcessGroup, "barrier"),
+        "ending": (ReplicaExchange, "finish"),
+    }
+    if where in phases and is_guilty:
+        setattr(*phases[where], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     verify = where == "verify" and is_guilty
-    options = osl.ReadOptions(replicated="read_once", memory_budget_bytes=1 << 16, verify=verify)
+    options = osl.ReadOptions(
+        replicated="auto" if where in phases else "read_once",
+        bandwidth_bytes_per_second={"local": 1e3},
+        memory_budget_bytes=1 << 16,
+        verify=verify,
+        timeout_seconds=10 if where in phases else 1800,
+    )
     started = time.monotonic()
     try:
         with recording() as storage:
