@@ -412,8 +412,9 @@ class ProcessGroup:
         return PeerError(
             f"{what} within {self._timeout_seconds:g} s",
             file=self._path,
-            hint=f"See their logs. All processes of the program must {self._purpose}, so Orbax's"
-            " `active_processes` must name all; `timeout_seconds` of the options sets the limit.",
+            hint=f"See their logs. All processes of the program must {self._purpose}, with the same"
+            " options (one with replicated='each' waits for none), so Orbax's `active_processes`"
+            " must name all; `timeout_seconds` of the options sets the limit.",
         )
 
     def _missing_error(self, missing: Iterable[int], doing: str) -> PeerError:
