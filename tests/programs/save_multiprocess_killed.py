@@ -22,7 +22,12 @@ def main(path, target, kind, process):
             "capture": (PreparedSave, "capture"),
             "convert": (ResumableFile, "write_at"),
         }.get(kind, (LocalFileWriter, "write_at"))
-        setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+        def die(*_, **__):
+            time.sleep(1)  # a thread gives the first sign of life, without which it never began
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, name, die)
     begin = time.monotonic()
     try:
         if kind == "consolidate":
