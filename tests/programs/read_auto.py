@@ -36,7 +36,9 @@ def main(path, case, other=None):
 
     if case == "edges":  # of a server, by the query, which is no part of the place
         replicated = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
-        abstract = {n: jax.ShapeDtypeStruct((64, 96), np.float32, sharding=replicated) for n in "ab"}
+        abstract = {
+            n: jax.ShapeDtypeStruct((64, 96), np.float32, sharding=replicated) for n in "ab"
+        }
         slow = {"bandwidth_bytes_per_second": {"https": 1e3}}
         try:
             options = osl.ReadOptions(timeout_seconds=20, **slow)
