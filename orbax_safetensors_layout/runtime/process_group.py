@@ -249,9 +249,9 @@ class ProcessGroup:
                     text = self._await(self._store, f"{prefix}{process}", deadline)
                     if text is not None:
                         known[process] = text
-                    elif time.monotonic() <= deadline:
-                        self.check(doing)
-                    elif late := missing(self._store):
+                        break
+                    self.check(doing)
+                    if time.monotonic() > deadline and (late := missing(self._store)):
                         raise self._missing_error(late, doing)
         return [known[process] for process in self._processes]
 
