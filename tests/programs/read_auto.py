@@ -34,10 +34,10 @@ def main(path, case, other=None):
     import orbax_safetensors_layout as osl
     from orbax_safetensors_layout.reading.all_gather import SendBuffer
 
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
     if case == "edges":  # of a server, by the query, which is no part of the place
-        replicated = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
         abstract = {
-            n: jax.ShapeDtypeStruct((64, 96), np.float32, sharding=replicated) for n in "ab"
+            n: jax.ShapeDtypeStruct((64, 96), np.float32, sharding=everywhere) for n in "ab"
         }
         slow = {"bandwidth_bytes_per_second": {"https": 1e3}}
         try:
@@ -52,9 +52,8 @@ def main(path, case, other=None):
             jax.device_put(np.ones(3, other))
         with safetensors.safe_open(path, "numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        replicated = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P())
         abstract = {
-            name: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=replicated)
+            name: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=everywhere)
             for name, t in tensors.items()
         }
         options = osl.ReadOptions(replicated="read_once", timeout_seconds=20)

@@ -1,9 +1,8 @@
-import os
-import signal
 import time
 
 import jax
 from cluster_trees import make_tree
+from kills import die
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.runtime import heartbeat
@@ -22,11 +21,6 @@ def main(path, target, kind, process):
             "capture": (PreparedSave, "capture"),
             "convert": (ResumableFile, "write_at"),
         }.get(kind, (LocalFileWriter, "write_at"))
-
-        def die(*_, **__):
-            time.sleep(1)  # a thread gives the first sign of life, without which it never began
-            os.kill(os.getpid(), signal.SIGKILL)
-
         setattr(owner, name, die)
     begin = time.monotonic()
     try:
