@@ -291,7 +291,8 @@ def _plan(
         steps[:2] = steps[0].joined(steps[1], options.memory_budget_bytes)
         plans[:2] = map(planned, steps[:2])
     exchanged = exchange_cost([step.stage for step in steps], shards.process_index)
-    plans[0] = dataclasses.replace(plans[0], exchange=exchanged)
+    of_host = shards.processes_per_host
+    plans[0] = dataclasses.replace(plans[0], exchange=exchanged, processes_per_host=of_host)
     return _PlannedLoad(tree, leaves, steps, plans, reader)
 
 
@@ -474,16 +475,18 @@ def plan_load(
     options: ReadOptions | None = None,
     process_index: int | None = None,
     process_count: int | None = None,
+    processes_per_host: int = 1,
 ) -> ReadPlan:
     """Plans what `load` would read with these arguments, from the headers alone.
 
     The plan is that of process `process_index`, by default this one. Shardings may be
     `NamedSharding`s over an `AbstractMesh`, for a cluster that one does not have: its devices are
     numbered in row-major order of the mesh and divided in equal blocks among `process_count`
-    processes, by default `jax.process_count()`. Each counts as a host of its own.
+    processes, by default `jax.process_count()`. Of them `processes_per_host` share the rates of a
+    host, as where each GPU has a process; a load with `"auto"` counts them itself.
 
     Raises:
-        ValueError: There is no process of that index.
+        ValueError: There is no process of that index, or not so many on each host.
         SafetensorsLayoutError: As from `load`.
     """
     options = given_or_default(options, ReadOptions)
@@ -491,7 +494,7 @@ def plan_load(
         Catalog.open(path, retries=options.retries, cache=options.cache_folder) as catalog,
         frozen_heap(),
     ):
-        shards = ProcessShards(process_index, process_count)
+        shards = ProcessShards(process_index, process_count, processes_per_host=processes_per_host)
         return next(plan_each(catalog, LoadRequest(abstract, mapping, only, options), [shards]))
 
 

@@ -147,7 +147,7 @@ def estimate(
         path=place,
         mesh=mesh,
         profile=profile,
-        rate=HostRate.of(profile),
+        rate=HostRate.of(profile, processes_per_host=mesh.processes_per_host),
         storage=kind,
         checkpoint_bytes=nbytes,
         checkpoint_files=files,
@@ -202,12 +202,15 @@ def _plan_cluster(
     *,
     joins_gaps: bool = True,
 ) -> ClusterPlan:
+    exchange = None
+    if options.replicated != "each":
+        exchange = ExchangePolicy.of(options, kind, "", mesh.processes_per_host)
     planned = functools.partial(
         plan_cluster,
         leaves,
         mesh,
         memory_budget_bytes=options.memory_budget_bytes,
-        exchange=None if options.replicated == "each" else ExchangePolicy.of(options, kind, ""),
+        exchange=exchange,
         joins_gaps=joins_gaps and options.replicated != "read_once",
     )
     plan = planned(profile=profile)

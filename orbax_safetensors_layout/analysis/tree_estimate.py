@@ -87,7 +87,11 @@ def plan_tree(
     worst: dict[str, LeafCost] = {}
     specs = {leaf.name: leaf.spec for leaf in leaves}
     with frozen_heap():
-        shards = (ProcessShards(process, mesh.processes) for process in processes)
+        of_host = mesh.processes_per_host
+        shards = (
+            ProcessShards(process, mesh.processes, processes_per_host=of_host)
+            for process in processes
+        )
         for plan in plan_each(catalog, request, shards):  # one in memory at a time
             costs.append(plan.cost())
             held.append(sum(leaf.local.elements for leaf in plan.leaves))

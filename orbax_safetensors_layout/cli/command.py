@@ -121,10 +121,17 @@ def add_max_file_bytes(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def add_mesh(parser: argparse.ArgumentParser, help: str, spec_help: str) -> None:
-    """Adds `--mesh`, `--hosts` and `--spec`; see `sharding_rules`."""
+    """Adds `--mesh`, `--hosts`, `--processes-per-host` and `--spec`; see `sharding_rules`."""
     parser.add_argument("--mesh", type=argument(_mesh_axes), metavar="AXES", help=help)
     parser.add_argument(
-        "--hosts", type=int, default=1, metavar="N", help="processes of that mesh; default 1"
+        "--hosts", type=int, default=1, metavar="N", help="hosts of that mesh; default 1"
+    )
+    parser.add_argument(
+        "--processes-per-host",
+        type=int,
+        default=1,
+        metavar="N",
+        help="as many as GPUs, where each has a process; default 1",
     )
     parser.add_argument(
         "--spec",

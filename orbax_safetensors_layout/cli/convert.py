@@ -117,7 +117,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         quantize=_quantization(parsed),
         mesh=parsed.mesh,
         spec=sharding_rules(parsed.spec),
-        processes=parsed.hosts,
+        processes=parsed.hosts * parsed.processes_per_host,
         step=parsed.step,
         item=parsed.item,
         subtree=parsed.subtree,

@@ -199,7 +199,8 @@ def _mesh_shape(parsed: argparse.Namespace, abstract: Any) -> MeshShape:
         axes = mesh_of(abstract)
     if axes is None:
         raise ValueError("name the mesh: --mesh fsdp=64,tensor=4")
-    return MeshShape(axes, parsed.hosts)
+    of_host = parsed.processes_per_host
+    return MeshShape(axes, parsed.hosts * of_host, of_host)
 
 
 COMMAND = Command(

@@ -56,10 +56,14 @@ def estimate_text(estimate: ClusterEstimate, top: int) -> str:
 
 
 def comparison_text(labels: Sequence[str], estimates: Sequence[ClusterEstimate]) -> str:
-    """Format estimates, all of loads or all of saves, side by side: the maximum over hosts."""
-    rows = [["devices, hosts", *(f"{e.mesh.devices:,}, {e.mesh.processes:,}" for e in estimates)]]
+    """Format estimates, all of loads or all of saves, side by side: the most of a process."""
+    each = [e.mesh.processes_per_host for e in estimates]
+    owner, _ = estimates[each.index(max(each))].rate.owners
+    rows = [["devices, hosts", *(f"{e.mesh.devices:,}, {e.mesh.hosts:,}" for e in estimates)]]
+    if max(each) > 1:
+        rows.append(["processes a host", *map(str, each)])
     for name, of, text in _figures(estimates):
-        rows.append([f"{name}, a host", *(text(max(map(of, e.costs))) for e in estimates)])
+        rows.append([f"{name}, a {owner}", *(text(max(map(of, e.costs))) for e in estimates)])
         if text is not _ratio:
             totals = (_sum(e, [*map(of, e.costs)], text) for e in estimates)
             rows.append([f"{name}, all hosts", *totals])
@@ -72,11 +76,13 @@ def comparison_text(labels: Sequence[str], estimates: Sequence[ClusterEstimate])
 
 
 def _head(estimate: ClusterEstimate) -> str:
-    mesh, profile = estimate.mesh, estimate.profile
+    mesh, profile, (owner, owners) = estimate.mesh, estimate.profile, estimate.rate.owners
     axes = ",".join(f"{name}={size}" for name, size in mesh.axes.items())
     hosts = "one host"
-    if mesh.processes > 1:
-        hosts = f"{mesh.processes:,} hosts with {mesh.devices_per_process:,} each"
+    if mesh.hosts > 1:
+        hosts = f"{mesh.hosts:,} hosts with {mesh.devices // mesh.hosts:,} each"
+    if mesh.processes_per_host > 1:
+        hosts += f", {mesh.processes_per_host:,} processes a host"
     doing = "load" if estimate.saves is None else f"save in layout {estimate.saves}"
     files = number_text(estimate.checkpoint_files, "file")
     lines = [
@@ -87,19 +93,19 @@ def _head(estimate: ClusterEstimate) -> str:
         f"cluster  mesh {axes}: {number_text(mesh.devices, 'device')} on {hosts}",
         f"storage  {estimate.storage}: {seconds_text(profile.latency_seconds)} a request,"
         f" {profile.streams} at once; {size_text(profile.bandwidth_bytes_per_second)}/s a"
-        f" stream, {size_text(estimate.rate.bytes_per_second)}/s a host,"
+        f" stream, {size_text(estimate.rate.bytes_per_second)}/s a {owner},"
         f" {size_text(estimate.rate.shared_bytes_per_second)}/s all hosts",
     ]
     if any(map(_exchanged, estimate.costs)):
         lines.append(f"exchange {estimate.rate.exchange_text()} (accelerators)")
     if estimate.is_orbax:
         lines.append(
-            "chunks   read whole, for each shard of a host that has a part of one; uncompressed"
+            f"chunks   read whole, for each shard of a {owner} that has a part of one; uncompressed"
         )
     if not estimate.is_complete:
         lines.append(
-            f"planned  {len(estimate.processes)} of {mesh.processes:,} hosts, at even distances;"
-            " figures of all hosts are scaled up from them"
+            f"planned  {len(estimate.processes)} of {mesh.processes:,} {owners}, at even"
+            " distances; figures of all hosts are scaled up from them"
         )
     return "\n".join(lines)
 
@@ -135,8 +141,9 @@ def _table(estimate: ClusterEstimate) -> str:
     times = estimate.seconds()
     rows.append(["estimated time", *_span(times, seconds_text), seconds_text(max(times))])
     name, nbytes = estimate.largest
+    owner, _ = estimate.rate.owners
     return (
-        table(["", "least of a host", "most of a host", "all hosts"], rows)
+        table(["", f"least of a {owner}", f"most of a {owner}", "all hosts"], rows)
         + f"\n\ndevice memory  {size_text(estimate.device_bytes)} a device;"
         f" largest shard {size_text(nbytes)}, of {name}"
     )
@@ -188,7 +195,7 @@ def _costly(estimate: ClusterEstimate, top: int) -> str:
     def excess(leaf: LeafCost) -> float:
         return counts[leaf] * estimate.rate.excess_seconds(leaf)
 
-    lines = []
+    lines, (owner, _) = [], estimate.rate.owners
     for leaf in sorted(patterns, key=excess, reverse=True)[:top]:
         advice = _advice(estimate, leaf)
         if not advice:
@@ -199,7 +206,7 @@ def _costly(estimate: ClusterEstimate, top: int) -> str:
             patterns[leaf][0] + (f" and {more} more like it" if more else ""),
             f"  {leaf.dtype} {list(leaf.shape)}{spec}: {counts[leaf]:,} x"
             f" {size_text(leaf.read_bytes)} read for {size_text(leaf.needed_bytes)} needed, in"
-            f" {count_text(leaf.requests)} request{'' if leaf.requests == 1 else 's'} a host;"
+            f" {count_text(leaf.requests)} request{'' if leaf.requests == 1 else 's'} a {owner};"
             f" costs {seconds_text(excess(leaf))} more than the needed bytes alone",
             f"  {advice}",
         ]
@@ -210,6 +217,7 @@ def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
     then = estimate.exchanged_costs
     exchange_saves = bool(then) and max(estimate.seconds(then)) < max(estimate.seconds())
     how = "(ReadOptions(replicated='auto'))"
+    owner, owners = estimate.rate.owners
     split = [axis for axis, names in enumerate(leaf.spec or ()) if names]
     ways = 1 if leaf.spec is None else estimate.mesh.ways([*itertools.chain(*leaf.spec)])
     if estimate.is_orbax:
@@ -222,7 +230,7 @@ def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
         is_inner = estimate.cluster is not None and bool(split) and max(split) > 0
         other = "split dimension 0 instead, " if is_inner else ""
         if exchange_saves:
-            other += f"let hosts exchange what each reads once {how}, "
+            other += f"let {owners} exchange what each reads once {how}, "
         return (
             f"Rows are too short to read alone, so gaps are read too: {other}{'or ' * bool(other)}"
             "store it in shards of this mesh (layout sharded)."
@@ -235,26 +243,27 @@ def _advice(estimate: ClusterEstimate, leaf: LeafCost) -> str:
         )
     if ways == 1 and estimate.mesh.processes > 1 and leaf.needed_bytes >= MIB:
         other = f", or let one read it for all {how}" * exchange_saves
-        return f"Every host reads all of it: split it over the mesh{other}."
+        return f"Every {owner} reads all of it: split it over the mesh{other}."
     return ""
 
 
 def estimate_document(estimate: ClusterEstimate, top: int) -> dict[str, object]:
     """Return an estimate as a JSON document; bytes, seconds and counts are plain numbers."""
-    times, held = estimate.seconds(), estimate.process_parameters
+    mesh, times, held = estimate.mesh, estimate.seconds(), estimate.process_parameters
     processes = zip(estimate.processes, held, estimate.costs, times, strict=True)
     return {
         "path": estimate.path,
         "save": estimate.saves,
-        "mesh": dict(estimate.mesh.axes),
-        "devices": estimate.mesh.devices,
-        "hosts": estimate.mesh.processes,
+        "mesh": dict(mesh.axes),
+        "devices": mesh.devices,
+        "hosts": mesh.hosts,
+        "processes_per_host": mesh.processes_per_host,
         "storage": {
             "class": estimate.storage,
             "latency_seconds": estimate.profile.latency_seconds,
             "bandwidth_bytes_per_second": estimate.profile.bandwidth_bytes_per_second,
             "concurrency": estimate.profile.streams,
-            "host_bytes_per_second": estimate.rate.bytes_per_second,
+            "host_bytes_per_second": mesh.processes_per_host * estimate.rate.bytes_per_second,
             "all_hosts_bytes_per_second": estimate.rate.shared_bytes_per_second,
         },
         "exchange": estimate.rate.exchange._asdict(),

@@ -28,8 +28,8 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     if estimate.cluster is None:
         raise ValueError("--plot draws loads of plain tensors that are stored whole")
     count = min(estimate.mesh.processes, _MOST_ROWS)
-    hosts = [number * estimate.mesh.processes // count for number in range(count)]
-    seen = coverage(estimate.cluster, hosts, _COLUMNS, files=files)
+    processes = [number * estimate.mesh.processes // count for number in range(count)]
+    seen = coverage(estimate.cluster, processes, _COLUMNS, files=files)
     if not seen.edges:
         raise ValueError(f"no file is called {files!r}")
     rcParams["font.size"] = 9
@@ -41,11 +41,11 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
     least = min(float(share.min() or most) for share in shown)
     wide = most > 10 * least  # a few shares stand out from many small ones
     norm = LogNorm(least, most) if wide else Normalize(0, most)
-    total = sum(estimate.costs, Cost())
+    total, (owner, owners) = sum(estimate.costs, Cost()), estimate.rate.owners
     step = max(1, count // 8)
     for axes, share, label in (
-        (upper, shown[0], f"host needs: {size_text(total.needed_bytes)} in all"),
-        (lower, shown[1], f"host reads: {size_text(total.read_bytes)} in all"),
+        (upper, shown[0], f"{owner} needs: {size_text(total.needed_bytes)} in all"),
+        (lower, shown[1], f"{owner} reads: {size_text(total.read_bytes)} in all"),
     ):
         image = axes.imshow(
             share,
@@ -55,13 +55,13 @@ def draw(estimate: ClusterEstimate, path: str, files: str = "*") -> None:
             norm=norm,
             extent=(0, seen.total_bytes, count - 0.5, -0.5),
         )
-        axes.set_yticks(range(0, count, step), [str(host) for host in hosts[::step]])
+        axes.set_yticks(range(0, count, step), [str(number) for number in processes[::step]])
         axes.set_ylabel(label)
     _mark_tensors(upper, seen)
     _mark_files(lower, seen)
     mesh = ",".join(f"{name}={size}" for name, size in estimate.mesh.axes.items())
-    hosts_text = f"{count} of {estimate.mesh.processes:,} hosts"
-    of = hosts_text if count < estimate.mesh.processes else "host"
+    shown_of = f"{count} of {estimate.mesh.processes:,} {owners}"
+    of = shown_of if count < estimate.mesh.processes else owner
     name = estimate.path.rstrip("/").rpartition("/")[2]
     title = f"Bytes of {name} that each {of} needs and reads, mesh {mesh}"
     figure.suptitle(title, x=0.01, ha="left")

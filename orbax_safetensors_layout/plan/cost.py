@@ -83,7 +83,7 @@ class LeafCost(NamedTuple):
 
 
 class HostRate(NamedTuple):
-    """The rate of a host: of one request, without its bytes, some at once, and of all streams.
+    """The rate of a process: of one request, without its bytes, some at once, and of all streams.
 
     And that of exchanges among its devices and those of others.
     """
@@ -94,6 +94,7 @@ class HostRate(NamedTuple):
     exchange: ExchangeProfile = exchange_profile()
     stream_bytes_per_second: float = math.inf  # of one request, which is
     least_request_bytes: int = 0  # no shorter, unless less is read
+    processes_per_host: int = 1  # that share the host's rate
 
     @classmethod
     def of(
@@ -119,10 +120,16 @@ class HostRate(NamedTuple):
             profile.latency_seconds / profile.streams,
             own,
             profile.shared_bytes_per_second,
-            exchange_profile(platform),
+            exchange_profile(platform, processes_per_host=processes_per_host),
             stream,
             0 if profile.streams_share else min(profile.least_request_bytes, profile.request_bytes),
+            processes_per_host,
         )
+
+    @property
+    def owners(self) -> tuple[str, str]:
+        """Say whose rate it is, in the singular and in the plural."""
+        return ("host", "hosts") if self.processes_per_host == 1 else ("process", "processes")
 
     def seconds(self, cost: Cost, all_bytes: float = 0.0) -> float:
         """Return the time of a cost, where all hosts together move `all_bytes`."""
@@ -132,9 +139,9 @@ class HostRate(NamedTuple):
         return self.exchange.seconds(*exchange, reading=reading)
 
     def exchange_text(self) -> str:
-        rate, round_seconds, program_seconds = self.exchange
+        (rate, round_seconds, program_seconds), (owner, _) = self.exchange, self.owners
         return (
-            f"{size_text(rate)}/s gathered a host, {seconds_text(round_seconds)} a round,"
+            f"{size_text(rate)}/s gathered a {owner}, {seconds_text(round_seconds)} a round,"
             f" {seconds_text(program_seconds)} a program that XLA compiles"
         )
 

@@ -80,15 +80,14 @@ class ExchangeRates(NamedTuple):
     storage: HostRate
     request_bytes: int
     platform: str
-    processes_per_host: int
 
     def exchange(self, grid: ReplicaGrid | None = None) -> ExchangeProfile:
         """Return the rates of an exchange among the devices of a grid, or of the fewest."""
-        devices, parts = 2, 1
+        devices, parts, of_host = 2, 1, self.storage.processes_per_host
         if grid is not None:
-            devices = min(grid.columns, grid.most_slots * self.processes_per_host)
+            devices = min(grid.columns, grid.most_slots * of_host)
             parts = math.prod(grid.cuts)
-        return exchange_profile(self.platform, devices, self.processes_per_host, parts)
+        return exchange_profile(self.platform, devices, of_host, parts)
 
     def seconds(
         self,
@@ -202,9 +201,7 @@ class ExchangePolicy(NamedTuple):
         if options.replicated == "read_once":
             return cls(limits, None)
         storage = HostRate.of(profile, processes_per_host=processes_per_host)
-        return cls(
-            limits, ExchangeRates(storage, profile.request_bytes, platform, processes_per_host)
-        )
+        return cls(limits, ExchangeRates(storage, profile.request_bytes, platform))
 
     def load_may_gain(
         self,

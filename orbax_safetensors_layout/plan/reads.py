@@ -43,6 +43,7 @@ class ReadPlan:
     memory_budget_bytes: int  # bound on what is held beyond the arrays
     adopt: bool  # whether the arrays keep the buffers they are made of, as on the CPU backend
     exchange: Cost = _NOTHING  # what an exchange with other processes adds
+    processes_per_host: int = 1  # that share the rate of its storage
 
     def groups(self) -> Iterable[RequestGroup]:
         """Return regions that are read together, in the order in which they are."""
@@ -156,10 +157,12 @@ class ReadPlan:
 
     def _rate(self, bytes_per_second: float | None = None) -> HostRate:
         platform = "cpu" if self.adopt else ""
-        return HostRate.of(self.profile, bytes_per_second, platform=platform)
+        of_host = self.processes_per_host
+        given = self.profile, bytes_per_second
+        return HostRate.of(*given, platform=platform, processes_per_host=of_host)
 
     def seconds(self, bytes_per_second: float | None = None) -> float:
-        """Estimate the time of the process's share, on a host of its own.
+        """Estimate the time of the process's share, where all processes of a host load at once.
 
         `bytes_per_second` is the rate of the host with all its streams; that of what all hosts
         share does not count. `str` of the plan names the others.
@@ -197,9 +200,10 @@ class ReadPlan:
     def figures(self, cost: Cost) -> tuple[str, str]:
         """Format the cost and the time of the plan."""
         rate, profile = self._rate(), self.profile
+        host_rate = f"{size_text(rate.bytes_per_second)}/s a {rate.owners[0]}"
         text = (
             f"about {seconds_text(rate.seconds(cost))}: {seconds_text(profile.latency_seconds)}"
-            f" a request, {profile.streams} at once, {size_text(rate.bytes_per_second)}/s a host"
+            f" a request, {profile.streams} at once, {host_rate}"
         )
         exchange = f"; exchange {rate.exchange_text()}" * bool(cost.exchanged_bytes)
         return str(cost), text + exchange

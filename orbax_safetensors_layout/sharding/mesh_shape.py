@@ -30,6 +30,7 @@ class MeshShape:
 
     axes: Mapping[str, int]  # name to size of each axis, outermost first
     processes: int  # number of processes that share the devices
+    processes_per_host: int = 1
 
     def __post_init__(self) -> None:
         sizes: list[Any] = [*self.axes.values(), self.processes]
@@ -39,10 +40,18 @@ class MeshShape:
             raise ValueError(f"{self.devices:,} devices are more than {_MOST_DEVICES:,}")
         if self.devices % self.processes:
             raise ValueError(f"{self.processes} processes do not divide {self.devices} devices")
+        if self.processes_per_host < 1 or self.processes % self.processes_per_host:
+            raise ValueError(
+                f"{self.processes_per_host} a host do not divide {self.processes} processes"
+            )
 
     @property
     def devices(self) -> int:
         return math.prod(self.axes.values())
+
+    @property
+    def hosts(self) -> int:
+        return self.processes // self.processes_per_host
 
     @property
     def devices_per_process(self) -> int:

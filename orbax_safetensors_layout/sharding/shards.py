@@ -80,6 +80,9 @@ class ProcessShards:
         is_valid = all(isinstance(n, Integral) for n in (index, count)) and 0 <= index < count
         expected = f"an integer below process_count={count!r} (say that for an abstract mesh)"
         require(is_valid, "process_index", expected, index)
+        of_host = processes_per_host
+        is_valid = isinstance(of_host, Integral) and 0 < of_host <= count
+        require(is_valid, "processes_per_host", f"an integer from 1 to {count}", of_host)
         self._local: dict[tuple[Sharding, tuple[int, ...]], AddressableShards] = {}
         self._held: dict[tuple[Sharding | None, tuple[int, ...]], GlobalShards] = {}
         self._replicas: dict[tuple[Sharding, tuple[int, ...]], Replicas | None] = {}

@@ -94,10 +94,89 @@ def test_eight_real_processes_read_what_was_planned(path, latency):
         path=str(path),
         mesh=dict(grid.axes),
         specs=placed,
-        latency_seconds={} if latency is None else {"local": latency},
+        options={} if latency is None else {"latency_seconds": {"local": latency}},
     )
     for cost, result in zip(estimated.costs, results, strict=True):
-        assert result == {"read": [cost.read_bytes], "needed": cost.needed_bytes}
+        read, needed = [cost.read_bytes], cost.needed_bytes
+        assert result == {"read": read, "needed": needed, "planned": []}
+
+
+def test_a_plan_for_one_host_is_what_its_eight_processes_read(tmp_path):
+    """That alone would exchange it: eight share the storage, and the cores that an exchange takes.
+
+    16 MB at 250 MB/s are read in 0.06 s by one process on a host, in 0.5 s by eight.
+    """
+    values = np.arange(4 << 20, dtype=np.float32).reshape(2048, 2048)
+    results = run_processes(
+        "cli_plan_load.py",
+        processes=8,
+        devices=2,
+        path=str(save(tmp_path, {"t": values})),
+        mesh={"x": 16},
+        specs={"t": []},
+        options={"bandwidth_bytes_per_second": {"local": 250e6}},
+        on_one_host=[1, 8],
+    )
+    for result in results:
+        alone, of_eight = result["planned"]
+        assert result["read"] == [of_eight] == [values.nbytes]
+        assert alone < values.nbytes // 4
+
+
+@pytest.mark.parametrize("as_tree", [False, True])
+def test_processes_of_one_host_share_its_rate(tmp_path, capsys, as_tree):
+    """What 8 processes of a host each read in 0.1 s alone takes them 0.8 s, so they exchange it."""
+    nbytes = 4 << 20
+    path = save(tmp_path / "model", {"t": np.zeros((1024, 1024), np.float32)})
+    given = [path, "--mesh", "x=16", "--spec", ".* = replicated", "--bandwidth", "40MB/s"]
+    if as_tree:
+        tree = tmp_path / "tree.py"
+        tree.write_text("import jax\nt = {'t': jax.ShapeDtypeStruct((1024, 1024), 'float32')}\n")
+        given += ["--abstract", f"{tree}:t"]
+    apart = planned(capsys, *given, "--hosts", "16")
+    together = planned(capsys, *given, "--hosts", "2", "--processes-per-host", "8")
+    assert (apart["hosts"], apart["processes_per_host"]) == (16, 1)
+    assert (together["hosts"], together["processes_per_host"]) == (2, 8)
+    assert len(apart["processes"]) == len(together["processes"]) == 16
+    assert [p["read_bytes"] for p in apart["processes"]] == [nbytes] * 16
+    assert [p["read_bytes"] for p in together["processes"]] == [nbytes // 16] * 16
+    each = "--hosts", "2", "--processes-per-host", "8", "--replicated", "each"
+    alone = planned(capsys, *given, *each)
+    assert alone["estimated_seconds"] == pytest.approx(8 * nbytes / 40e6, rel=0.01)
+    assert apart["estimated_seconds"] == pytest.approx(nbytes / 40e6, rel=0.01)
+    assert together["storage"]["host_bytes_per_second"] == 40e6
+    assert main(["plan", *map(str, given), *each]) == 0
+    out = capsys.readouterr().out
+    assert "16 devices on 2 hosts with 8 each, 8 processes a host" in out
+    assert "most of a process" in out
+    assert "5.00 MB/s a process" in out
+    assert "Every process reads all of it" in out
+    assert main(["plan", *map(str, given), "--hosts", "16", "--compare", " ".join(each[:4])]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["devices,", "hosts", "16,", "16", "16,", "2"] in rows
+    assert ["processes", "a", "host", "1", "8"] in rows
+
+
+def test_a_plan_of_one_load_counts_the_processes_of_its_host(path):
+    sharding = NamedSharding(AbstractMesh((8,), ("x",)), P())
+    tree = {
+        name: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding)
+        for name, t in osl.metadata(path).items()
+    }
+
+    def plan(count):
+        of_first = {"process_index": 0, "process_count": 8, "processes_per_host": count}
+        return osl.plan_load(path, tree, options=osl.ReadOptions(replicated="each"), **of_first)
+
+    alone, shared = plan(1), plan(8)
+    assert alone.cost() == shared.cost()
+    assert alone.seconds() < shared.seconds() <= 8 * alone.seconds()
+    assert alone.seconds(1e6) < shared.seconds(1e6) <= 8 * alone.seconds(1e6)
+    assert "/s a host" in str(alone)
+    assert "/s a process" in str(shared)
+    for count in (0, 9, 1.5):
+        with pytest.raises(ValueError, match="processes_per_host must be an integer from 1 to 8"):
+            plan(count)
 
 
 def test_plan_agrees_with_plan_load(path):
@@ -142,6 +221,10 @@ def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
         (["--mesh", "fsdp"], "is not a mesh; write for instance fsdp=64,tensor=4"),
         (["--mesh", "a=2,a=2"], "is not a mesh"),
         (["--mesh", "a=4", "--hosts", "3"], "3 processes do not divide 4 devices"),
+        (
+            ["--mesh", "a=4", "--hosts", "2", "--processes-per-host", "4"],
+            "8 processes do not divide 4 devices",
+        ),
         (
             ["--mesh", "a=4", "--hosts", "0"],
             "sizes of axes, and processes, must be positive integers, not [4, 0]",

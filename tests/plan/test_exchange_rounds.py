@@ -340,7 +340,7 @@ def test_a_part_of_a_load_is_exchanged_where_that_saves_more_than_a_request(
 ):
     """Streams idle between what is read through gaps and what is exchanged."""
     storage = HostRate(0, 8e6, stream_bytes_per_second=1e6, least_request_bytes=request_bytes)
-    rates = exchange_plan.ExchangeRates(storage, 1 << 20, "cpu", 1)
+    rates = exchange_plan.ExchangeRates(storage, 1 << 20, "cpu")
     alone = exchange_plan._Work(10e6, 40e6)
     once = exchange_plan._Work(5e6, 20e6, 0, programs, 0.001)
     assert rates._chosen([alone] * 2, [once] * 2, (0, 0)) == chosen
