@@ -251,8 +251,9 @@ class _SourcedLoad(NamedTuple):
         cls, catalog: Catalog, request: LoadRequest, tree: AbstractTree, *, devices: bool
     ) -> _SourcedLoad:
         """Return the leaves of a load, and the arrays of the checkpoint that they are."""
-        _, mapping, only, options = request
-        strict = options.strict and only is None  # what `only` leaves out is not unexpected
+        abstract, mapping, only, options = request
+        # What `only` leaves out is not unexpected; without a tree nothing is left out.
+        strict = only is None and (options.strict or abstract is None)
         leaves = source_leaves(catalog, tree, mapping, strict=strict)
         return cls(catalog, request, tree, leaves, devices)
 

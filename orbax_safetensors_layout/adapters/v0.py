@@ -24,7 +24,7 @@ from .item import ItemSave, begin_load, is_orbax_item, loads_orbax_item
 from .metadata import metadata_v0
 from .resized import begin_resized
 from .settings import Settings
-from .v0_args import abstract_tree_of, leaf_dtypes, restore_orbax_item
+from .v0_args import abstract_tree_of, is_partial, leaf_dtypes, restore_orbax_item
 from .v1 import SafetensorsHandler, item_name
 
 
@@ -108,7 +108,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         options = settings.current(self.own).read or ReadOptions()
         if loads_orbax_item(directory, lambda: abstract_tree_of(args), mapping, options):
             return restore_orbax_item(directory, args)
-        strict = not getattr(args, "partial_restore", False)
+        strict = not is_partial(args)
         if (
             isinstance(args, ocp.args.StandardRestore)
             and args.item is None
@@ -192,6 +192,7 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
         mapping: What the leaves are made of, as for `osl.load`.
         partial_restore: Let the checkpoint hold tensors that the item does not name; otherwise
             they are an error.
+        transforms: `{}` is `partial_restore=True`, as with Orbax; others are refused.
     """
 
     item: Any = None
@@ -199,6 +200,7 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     _: dataclasses.KW_ONLY
     mapping: LeafMapping | None = None
     partial_restore: bool = False
+    transforms: Any = None
 
 
 SAVE_AND_RESTORE = (

@@ -42,6 +42,11 @@ def leaf_dtypes(args: Any) -> Sequence[Any] | None:
     return [getattr(leaf, "dtype", None) for leaf in leaves]
 
 
+def is_partial(args: Any) -> bool:
+    """Whether the checkpoint may hold what the item does not name: in Orbax `transforms={}`."""
+    return getattr(args, "partial_restore", False) or getattr(args, "transforms", None) == {}
+
+
 def abstract_tree_of(args: Any, *, is_recorded: bool = False) -> Any:
     """The tree to load, `restore_args` over `item`; None asks for everything.
 
@@ -51,18 +56,18 @@ def abstract_tree_of(args: Any, *, is_recorded: bool = False) -> Any:
     checkpoint tells how its leaves were saved; of others the item says more.
     """
     for name in ("transforms", "legacy_transform_fn"):
-        if getattr(args, name, None) is not None:
+        if getattr(args, name, None) not in (None, {}):
             raise SafetensorsLayoutError(
                 f"{type(args).__name__}.{name} is not supported for safetensors checkpoints",
-                hint="Restore under the checkpoint's own names, then change the tree.",
+                hint="Restore under the checkpoint's own names, then change the tree; a part of it"
+                " with partial_restore=True or transforms={}.",
             )
     item = jax.tree.map(_described, _plain(getattr(args, "item", None)))
     overrides = _plain(getattr(args, "restore_args", None))
     if overrides is None and isinstance(args, ocp.args.PyTreeRestore):
         overrides = jax.tree.map(lambda _: ocp.RestoreArgs(), item)
     if overrides is not None:
-        partial = getattr(args, "partial_restore", False)
-        item = _override(item, overrides, partial=partial, is_recorded=is_recorded)
+        item = _override(item, overrides, partial=is_partial(args), is_recorded=is_recorded)
     fallback = getattr(args, "fallback_sharding", None)
     layouts = getattr(args, "support_layout", False)
     return jax.tree.map(lambda leaf: _place(leaf, fallback, layouts), item)
@@ -81,8 +86,9 @@ def restore_orbax_item(directory: str | os.PathLike[str], args: Any) -> Any:
         if restore_args is None:
             saved = ocp.StandardCheckpointHandler().metadata(folder).tree
             restore_args = _restore_args(item, saved)
-        partial = getattr(args, "partial_restore", False)
-        args = ocp.args.PyTreeRestore(item, restore_args=restore_args, partial_restore=partial)
+        args = ocp.args.PyTreeRestore(
+            item, restore_args=restore_args, partial_restore=is_partial(args)
+        )
     return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 

@@ -5,6 +5,7 @@ from .discover import (
     ORBAX_ITEM,
     CheckpointRef,
     Discovery,
+    checkpoint_beside,
     discover,
     holds_checkpoint,
     is_orbax_checkpoint,

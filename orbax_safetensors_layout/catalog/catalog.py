@@ -75,6 +75,7 @@ class Catalog:
         self._manifest_file = discovery.manifest_file
         self._manifest = manifest
         self._is_checked = False
+        self._has_index = discovery.weights is not None
         self._headers = HeaderCache(storage)
         self._file_of: Mapping[str, str]
         if manifest is not None and manifest.pieces is not None:
@@ -219,6 +220,32 @@ class Catalog:
         """Return the entries of all tensors, in the order of `names`; see `entries`."""
         return self.entries(self.names)
 
+    def refuse_unlisted(self, is_left_out: Callable[[str], bool] = lambda _: False) -> None:
+        """Refuses tensors that the index does not name, in files of which something was taken.
+
+        Programs that read such files whole would take them: it would be another model.
+        """
+        if not self._has_index:
+            return
+        unlisted = [
+            (name, file)
+            for file, header in self._headers.fetched().items()
+            if not header.tensors.keys() <= self._file_of.keys()
+            for name in header.tensors.keys() - self._file_of.keys()
+            if not is_left_out(name)
+        ]
+        if unlisted:
+            name, file = min(unlisted)
+            raise InvalidIndexError(
+                "a file of the index holds a tensor that the index does not name",
+                file=file,
+                tensor=name,
+                expected="the index to name each tensor of its files",
+                found=listed([repr(name) for name, _ in sorted(unlisted)]),
+                hint="Add it to the index, or remove an index that is out of date. To leave it out,"
+                " load with only=..., a tree and strict=False, or Mapping(..., ignore=[...]).",
+            )
+
     def manifest(self) -> Manifest | None:
         """Return the manifest, if this package wrote the checkpoint; see `read_manifest`.
 
@@ -362,6 +389,11 @@ class HeaderCache:
             lacking = [file for file in files if file not in self._headers]
             self._read_all(lacking, self._headers.__setitem__)
             return {file: self._headers[file] for file in files}
+
+    def fetched(self) -> dict[str, Header]:
+        """Return the headers that were fetched so far."""
+        with self._lock:
+            return dict(self._headers)
 
     def visit(self, files: Sequence[str], look: Callable[[str, Header], None]) -> None:
         """Calls `look`, on any thread, with each of some files and its header; none is kept."""

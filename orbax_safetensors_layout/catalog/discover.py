@@ -99,6 +99,21 @@ def holds_checkpoint(folder: str) -> bool:
     return is_safetensors_checkpoint(folder) or is_orbax_checkpoint(folder)
 
 
+def checkpoint_beside(storage: Storage, folder: str) -> str | None:
+    """Return a checkpoint that would stay beside one that is saved to a folder, if there is one.
+
+    It is in Orbax's own format, or an item of a step that Orbax made.
+    """
+    with contextlib.suppress(CheckpointNotFoundError):
+        names = visible_names(storage, folder)
+        if _is_orbax(names):
+            return folder
+        if any(name in names for name in _ORBAX_STEP):
+            items = (join(folder, name) for name in storage.folders(folder))
+            return next((item for item in items if _is_tree(visible_names(storage, item))), None)
+    return None
+
+
 class CheckpointRef(NamedTuple):
     """The folder or file of a checkpoint's tree, of several its item; Orbax's own format or not."""
 

@@ -28,6 +28,17 @@ class _Scheme(NamedTuple):
 
 
 _ACTIVATIONS = "*_global_scale"
+# By the ending of a tensor of codes: those that what they are multiplied by may have in its place.
+# `SCB` is of int8 by bitsandbytes 0.50, `scale_weight` of ComfyUI's FP8, `_data` of optimum-quanto,
+# `_qdata` of torchao.
+_SCALES = (
+    ("", ("_scale", "_scale_inv", "_scales", "_scale_2", ".scale", ".scales", ".absmax")),
+    ("weight", ("scale", "scale_inv", "scales", "scale_weight", "SCB", "absmax")),
+    ("_data", ("_scale",)),
+    ("_qdata", ("_scale",)),
+    ("_packed", ("_scale",)),
+    ("_blocks", ("_scales",)),
+)
 # The first name beside the weight must exist; the first scheme that fits applies.
 _SCHEMES = (
     _Scheme("FP8 with block scales", "weight", _FLOAT8, ("weight_scale_inv",), 8),
@@ -152,10 +163,10 @@ def refuse_casts_of_codes(
 
 def _scales_of(name: str) -> Iterator[str]:
     """Yields the names that the scale of a tensor may have."""
-    yield from (f"{name}_scale", f"{name}_scale_inv", f"{name}_scales")
-    stem = name.removesuffix("weight")
-    if stem != name:
-        yield from (f"{stem}scale", f"{stem}scale_inv", f"{stem}scales")
+    for ending, scales in _SCALES:
+        if name.endswith(ending):
+            stem = name.removesuffix(ending)
+            yield from (stem + scale for scale in scales)
 
 
 class _Figures(NamedTuple):

@@ -128,7 +128,7 @@ def add_mesh(parser: argparse.ArgumentParser, help: str, spec_help: str) -> None
     )
     parser.add_argument(
         "--processes-per-host",
-        type=int,
+        type=argument(_positive),
         default=1,
         metavar="N",
         help="as many as GPUs, where each has a process; default 1",
@@ -139,6 +139,12 @@ def add_mesh(parser: argparse.ArgumentParser, help: str, spec_help: str) -> None
         metavar="RULE|FILE",
         help=f"\"'.*kernel' = fsdp,tensor\"{spec_help}. Default: '.*' = auto",
     )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{text!r} is not a positive number")
+    return int(text)
 
 
 def _mesh_axes(text: str) -> dict[str, int]:

@@ -135,8 +135,9 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         draw(results[0], parsed.plot, parsed.plot_files)
         output.message(f"drew {parsed.plot}")
     for rule in dict.fromkeys(itertools.chain(*(result.unused_rules for result in results))):
-        output.message(f"the rule {rule} is used by no tensor")
-    misfits = sum(len(result.misfits) for result in results)
+        if rule is not _AUTO:
+            output.message(f"the rule {rule} is used by no tensor")
+    misfits = len({misfit.name for result in results for misfit in result.misfits})
     if misfits:
         output.message(f"{misfits:,} tensors do not fit their rule; a load would refuse them")
     return 1 if misfits else 0

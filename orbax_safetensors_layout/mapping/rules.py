@@ -130,6 +130,13 @@ class Mapping:
         mapping.merged = (*self.merged, *source.merged)
         return mapping
 
+    def leaves_out(self, name: str) -> bool:
+        """Whether it may be that no rule takes a tensor."""
+        return any(
+            not mapping.strict or any(pattern.fullmatch(name) for pattern in mapping._ignored)
+            for mapping in self.chain()
+        )
+
     def chain(self) -> Iterator[Mapping]:
         """Yields the mapping, and those that it is over in turn."""
         yield self

@@ -155,6 +155,7 @@ def source_leaves(
             raise
         if strict:
             _refuse_unexpected(catalog, names, tree)
+            catalog.refuse_unlisted(functools.partial(_is_left_out, tree=tree))
     else:
         check_mapping(mapping)
         names = [abstract.unboxed or abstract.name for abstract in parsed]
@@ -169,6 +170,7 @@ def source_leaves(
         for leaf, source in sources.items():
             if leaf not in asked and isinstance(source, MappedSource):
                 check_left_out(leaf, source.bound)
+        catalog.refuse_unlisted(mapping.leaves_out)
     pairs = zip(parsed, names, strict=True)
     leaves = [SourcedLeaf(abstract, name, sources[name]) for abstract, name in pairs]
     for abstract, _, source in leaves:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from orbax_safetensors_layout.catalog import replaced_files
+from orbax_safetensors_layout.catalog import checkpoint_beside, replaced_files
 from orbax_safetensors_layout.errors import (
     CheckpointExistsError,
     SafetensorsLayoutError,
@@ -73,6 +73,13 @@ def commit_when_complete(
         return len(beside) < len(weights) or (bool(beside) and speaks)
 
     def check() -> None:
+        if other := checkpoint_beside(storage, new_folder.target):
+            raise CheckpointExistsError(
+                "Orbax made a checkpoint there, which would stay beside this one",
+                file=other,
+                expected="a folder without one, also with overwrite=True",
+                hint="Remove it first, or save to another folder.",
+            )
         present.update(check_target(storage, new_folder.target, sidecar_files, overwrite, exists))
 
     error: BaseException | None = None

@@ -177,6 +177,7 @@ class _Parser:
     def leaf(self, path: Sequence[object], value: Any) -> Leaf:
         dtype = next(self._dtypes)
         name = dotted_name(path)  # without flax boxes, which `encode_treedef` leaves out
+        value = str(value) if isinstance(value, np.str_) else value
         is_value = isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)
         flaw = self._flaw(name, is_value)
         self._names.add(name)

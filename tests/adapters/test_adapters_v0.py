@@ -144,6 +144,17 @@ def test_tensors_that_the_tree_does_not_name_are_an_error(folder, checkpointer):
     assert_same_bits(restored["model"]["norm"]["weight"], TENSORS[NORM])
 
 
+def test_empty_transforms_are_a_partial_restore(folder, checkpointer):
+    """As in Orbax, whose users restore a part with them, by keyword too."""
+    restore_args = {"model": {"norm": {"weight": ocp.ArrayRestoreArgs()}}}
+    for restored in (
+        checkpointer.restore(folder, args=osl.SafetensorsRestore(NESTED_NORM, transforms={})),
+        checkpointer.restore(folder, args=ocp.args.PyTreeRestore(NESTED_NORM, transforms={})),
+        checkpointer.restore(folder, item=NESTED_NORM, restore_args=restore_args, transforms={}),
+    ):
+        assert_same_bits(restored["model"]["norm"]["weight"], TENSORS[NORM])
+
+
 def test_hint_stands_in_the_error_of_a_single_tensor_too(folder, checkpointer):
     abstract = sharded_abstract()
     del abstract[NORM]
@@ -181,9 +192,11 @@ def test_metadata_describes_and_restores(folder, checkpointer):
 
 
 def test_transformations_are_refused(folder, checkpointer):
-    args = ocp.args.PyTreeRestore(sharded_abstract(), transforms={})
-    with pytest.raises(osl.SafetensorsLayoutError, match="transforms is not supported"):
-        checkpointer.restore(folder, args=args)
+    transforms = {"a": ocp.Transform(original_key="b")}
+    for name in (osl.SafetensorsRestore, ocp.args.PyTreeRestore):
+        args = name(sharded_abstract(), transforms=transforms)
+        with pytest.raises(osl.SafetensorsLayoutError, match=r"not supported.*transforms=\{\}"):
+            checkpointer.restore(folder, args=args)
 
 
 def test_orbax_takes_a_single_file_for_an_incomplete_checkpoint(folder, checkpointer):

@@ -110,6 +110,10 @@ CODES = {
     "tensor": ("up.weight", ml_dtypes.float8_e5m2, "up.weight_scale"),
     "integers": ("up.weight", np.int8, "up.weight_scale"),
     "published DeepSeek-V4": ("up.weight", ml_dtypes.float8_e4m3fn, "up.scale"),
+    "bitsandbytes": ("up.weight", np.int8, "up.SCB"),
+    "ComfyUI": ("up.weight", ml_dtypes.float8_e4m3fn, "up.scale_weight"),
+    "optimum-quanto": ("up.weight._data", ml_dtypes.float8_e4m3fn, "up.weight._scale"),
+    "torchao": ("up._weight_qdata", np.int8, "up._weight_scale"),
     "fused experts": ("experts.up_proj", ml_dtypes.float8_e4m3fn, "experts.up_proj_scale"),
 }
 REFUSED = r"quantised: a cast would leave out its scale.*'{}'.*osl\.dequantized"

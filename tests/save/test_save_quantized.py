@@ -547,3 +547,52 @@ def test_what_is_quantised_already_is_refused(tmp_path, parts):
     with pytest.raises(osl.MappingError, match=r"(?s)quantised already.*e\.up_proj.*dequantize"):
         osl.save(tmp_path / "partly", tree, options=options)
     assert not (tmp_path / "partly").exists()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", ["int4", "deepseek_fp8"])
+def test_ready_mappings_leave_scales_of_caches_and_activations_out(tmp_path, kind, keep):
+    """As compressed-tensors writes them with a `kv_cache_scheme`."""
+    rng = np.random.default_rng(0)
+    e, f, heads = 128, 256, 4
+    shapes = {f"self_attn.{x}_proj": (e, e) for x in "qkvo"}
+    shapes |= {"mlp.up_proj": (f, e), "mlp.gate_proj": (f, e), "mlp.down_proj": (e, f)}
+    layer = "model.layers.0."
+    tensors = {
+        f"{layer}{name}.weight": rng.standard_normal(shape).astype(BF16)
+        for name, shape in shapes.items()
+    }
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{layer}{name}.weight"] = np.ones(e, BF16)
+    tensors |= {"model.norm.weight": np.ones(e, BF16)}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = rng.standard_normal((64, e)).astype(BF16)
+    config = {
+        "model_type": "llama",
+        "hidden_size": e,
+        "intermediate_size": f,
+        "vocab_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    side = {"config.json": json.dumps(config).encode()}
+    folder = tmp_path / "quantised"
+    osl.save(folder, tensors, options=with_model(quantized(kind), side))
+    how = {"quantized": "keep"} if keep else {}
+    plain = osl.families.mapping(folder, **how)
+    expected = osl.load(folder, mapping=plain)
+    one = np.ones(1, np.float32)
+    names = [f"self_attn.{name}" for name in ("k_scale", "v_scale", "q_proj.input_scale")]
+    names.append("mlp.up_proj.activation_scale")
+    stored = osl.load(folder) | {layer + name: one for name in names}
+    as_it_is = osl.WriteOptions(model=folder)
+    folder = tmp_path / "with scales"
+    osl.save(folder, stored, options=as_it_is)
+    found = osl.load(folder, mapping=osl.families.mapping(folder, **how))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+    stored[f"{layer}self_attn.unknown"] = one
+    osl.save(folder, stored, options=as_it_is, overwrite=True)
+    with pytest.raises(osl.MappingError, match="no rule uses tensor"):
+        osl.load(folder, mapping=osl.families.mapping(folder, **how))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping as Dict
+from collections.abc import Callable, Iterable, Iterator, Mapping as Dict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,15 +31,9 @@ from ..rules import Mapping
 from . import bitsandbytes, float_formats, integer_formats
 from .found_weight import INPUT_SCALE, FoundWeight, QuantizationSettings, WeightScheme
 from .grouped_values import grouped
+from .tensor_names import is_of_activations, patterns_to_ignore, with_wildcards
 
 _SCHEMES = (*bitsandbytes.SCHEMES, *float_formats.SCHEMES, *integer_formats.SCHEMES)
-# Scales of activations and of caches: what is computed with weights, not weights.
-_OF_ACTIVATIONS = re.compile(
-    r"(?!.*\.correct_output_scale$)"  # a weight of Gemma 3n
-    r"(.*[._](([qkv]|kv)(_cache)?_scale|(input|output)_(scale|zero_point|global_scale|amax)"
-    r"|(k|v|q)_zero_point)|.*\.((input|output)_)?activation_scale(_inv)?)"
-)
-_OF_EXPERTS = re.compile(r"(?P<weight>.+)_activation_scale(_inv)?")
 # Beside quantised values: what they are multiplied by, counted from, or stand for.
 _OF_GROUPS = re.compile(r"(^|\.)(weight_|_)?(scales?|zeros?|zero_point|absmax|codebooks?|SCB)$")
 # Which weights go with. The last are what AutoAWQ divides activations by, where it cannot fold that
@@ -53,8 +46,6 @@ _CONFIGS = (
 )
 OLDER_CONFIGS = ("quant_config.json", "quantize_config.json")
 """Files of AutoAWQ's and AutoGPTQ's, of before transformers had `quantization_config`."""
-_SPECIAL = re.compile(r"[*?\[{]")
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 class DecodedWeight(NamedTuple):
@@ -147,7 +138,7 @@ def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
             parts = [entries.get(joined_name(plain, part)) for part in parts_of[scheme.name]]
             if not scheme.fits(parts):
                 continue
-            named = _wildcards(plain)
+            named = with_wildcards(plain)
             weight = FoundWeight(plain, named, entries, settings, dtype.name, read_and_note)
             if plain in weights or (plain in entries and plain != name):
                 raise weight.error("there are several weights of this name")
@@ -161,7 +152,7 @@ def decoded_weights(catalog: Catalog, dtype: np.dtype[Any]) -> FoundWeights:
                 if not reads:
                     similar[likeness] = expr
                 used = set(expr.patterns())
-                unread.update(part for part in stored if _wildcards(part) not in used)
+                unread.update(part for part in stored if with_wildcards(part) not in used)
             weights[plain] = DecodedWeight(scheme, weight, expr, stored)
             break
     return FoundWeights(entries, weights, unread, settings)
@@ -240,14 +231,6 @@ def _settings(catalog: Catalog) -> Dict[str, Any]:
     return {}
 
 
-def is_of_activations(name: str, weights: Collection[str]) -> bool:
-    """Whether a tensor beside quantised weights is a scale of activations or of a cache."""
-    if weights and _OF_ACTIVATIONS.fullmatch(name):
-        return True
-    of_experts = _OF_EXPERTS.fullmatch(name)
-    return of_experts is not None and of_experts["weight"] in weights
-
-
 def _candidates(name: str, entry: TensorEntry) -> Iterator[tuple[WeightScheme, str]]:
     """Yields the schemes that a tensor may have the values of, with its weight's plain name."""
     for scheme in _SCHEMES:
@@ -296,10 +279,10 @@ def _mapping(checkpoint: FoundWeights) -> Mapping:
     plain = [name for name in entries if name not in taken]
     dropped = [name for name in plain if is_of_activations(name, weights)]
     left = set(dropped)
-    kept = {name: tensor(_wildcards(name)) for name in plain if name not in left}
+    kept = {name: tensor(with_wildcards(name)) for name in plain if name not in left}
     _check_plain(kept, checkpoint)
     exprs = kept | {name: weight.expr for name, weight in weights.items()}
-    ignore = {_NUMBER.sub("*", _SPECIAL.sub(r"[\g<0>]", name)) for name in {*unread, *dropped}}
+    ignore = patterns_to_ignore([*unread, *dropped])
 
     def literal(name: str) -> Expr:
         if name not in weights:
@@ -307,20 +290,14 @@ def _mapping(checkpoint: FoundWeights) -> Mapping:
         scheme, weight = weights[name].scheme, weights[name].weight
         return _decode(scheme, dataclasses.replace(weight, named=weight.plain))
 
-    return Mapping(list(_rules(exprs, literal)), ignore=sorted(ignore))
-
-
-def _wildcards(name: str) -> str:
-    """Return a name with wildcards in place of the components that are numbers."""
-    counter = itertools.count()
-    return _NUMBER.sub(lambda _: f"{{n{next(counter)}}}", name)
+    return Mapping(list(_rules(exprs, literal)), ignore=ignore)
 
 
 def _rules(exprs: Dict[str, Expr], literal: Callable[[str], Expr]) -> Iterator[Rule]:
     """Yields a rule for all leaves that differ in numbers alone, or one for each of them."""
     by_pattern: dict[str, list[str]] = {}
     for name in exprs:
-        by_pattern.setdefault(_wildcards(name), []).append(name)
+        by_pattern.setdefault(with_wildcards(name), []).append(name)
     tree = NameTree(exprs)
     for pattern, names in by_pattern.items():
         first = exprs[names[0]]

@@ -21,6 +21,10 @@ from .expression import Expr, as_expr, given
 
 Indices = tuple[int, ...] | slice | None
 _MOST_GAPS = 100
+_OF_DTYPES = (
+    "To stack tensors of several dtypes, cast them: osl.tensor(...).cast('float32'), or say"
+    " dtype='float32' to a ready mapping."
+)
 _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")  # a number as a name has it, that numpy can index with
 
 
@@ -55,7 +59,8 @@ class Stack(Expr):
             if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
                 raise MappingError(
                     f"{self!r}: index {indices[0]} gives {given(parts[0])}, but index {index} gives"
-                    f" {given(part)}"
+                    f" {given(part)}",
+                    hint=_OF_DTYPES if part.shape == parts[0].shape else None,
                 )
         inner, dtype = parts[0].shape, parts[0].dtype
         axis = ops.axis_of("stack", self.axis, len(inner) + 1)

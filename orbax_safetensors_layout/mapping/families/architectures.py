@@ -57,6 +57,7 @@ class Architecture:
         defaults: Values that configurations leave out because they are those of the family's class,
             which files on the hub rely on: Gemma's have no `tie_word_embeddings`, those of Gemma 3
             with vision no `head_dim`. A family has experts if it has a default for their number.
+        inner_defaults: Values that only configurations within another model's leave out.
         norms: The modules with a weight of the hidden size in each layer.
         norm_biases: Whether these have a bias too, as the last norm.
         head_norms: Norms of queries and keys: one that all heads `share`, one for `each` head, or
@@ -97,6 +98,7 @@ class Architecture:
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inner_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norm_biases: bool = False
     head_norms: Literal["share", "each", "jointly"] | None = None
@@ -131,16 +133,34 @@ class Architecture:
     mixer: Literal["mixer", "mamba"] | None = None
 
 
+# `LlamaConfig` and `MistralConfig` of transformers 5.24.0: LLaVA 1.5 and 1.6 leave these out.
+_OF_7B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(biases=(_ATTENTION_BIAS, _MLP_BIAS)),
-    "mistral": Architecture(biases=()),
+    "llama": Architecture(inner_defaults=_OF_7B, biases=(_ATTENTION_BIAS, _MLP_BIAS)),
+    "mistral": Architecture(defaults={"num_key_value_heads": 8}, inner_defaults=_OF_7B, biases=()),
     "qwen2": Architecture(biases=(Biases(_QKV),)),
     "qwen3": Architecture(defaults={"head_dim": 128}, head_norms="share"),
     "qwen3_moe": Architecture(
-        defaults={"num_experts": 128, "norm_topk_prob": False, **_SPARSE_STEP},
+        defaults={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "norm_topk_prob": False,
+            **_SPARSE_STEP,
+        },
         head_norms="share",
     ),
-    "qwen2_vl": Architecture(biases=(Biases(_QKV),), vision=("*visual.*",), prefix="model."),
+    "qwen2_vl": Architecture(
+        defaults={"num_key_value_heads": 8},
+        biases=(Biases(_QKV),),
+        vision=("*visual.*",),
+        prefix="model.",
+    ),
     "qwen3_vl": Architecture(
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         head_norms="share",
@@ -163,7 +183,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gemma": Architecture(defaults=_TIED | {"head_dim": 256}),
     "gemma2": Architecture(
-        defaults=_TIED | {"head_dim": 256, "query_pre_attn_scalar": 256}, norms=_GEMMA_NORMS
+        defaults=_TIED | {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256},
+        norms=_GEMMA_NORMS,
     ),
     "gemma3": Architecture(
         defaults={
@@ -179,7 +200,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         head_norms="share",
     ),
     "mixtral": Architecture(
-        defaults={"num_local_experts": 8}, biases=(), feed_forward="block_sparse_moe"
+        defaults={"num_key_value_heads": 8, "num_local_experts": 8},
+        biases=(),
+        feed_forward="block_sparse_moe",
     ),
     "deepseek_v2": Architecture(
         defaults={"first_k_dense_replace": 0, "n_routed_experts": 64, "q_lora_rank": 1536},
@@ -233,7 +256,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         compressed=True,
     ),
     "gpt_oss": Architecture(
-        defaults={"head_dim": 64, "num_local_experts": 128},
+        defaults={"num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128},
         biases=(Biases(_QKVO, "attention_bias", default=True),),
     ),
     "glm4_moe": Architecture(

@@ -38,6 +38,7 @@ class MappingBuilder:
     keep: bool  # whether quantised tensors stay as they are
     head: bool  # whether an untied model has an output kernel
     extra: bool  # whether there may be tensors for multi-token prediction
+    spare: tuple[str, ...] = ()  # patterns of tensors beside quantised weights that are left out
 
     def build(self, tree: Tree) -> Mapping:
         dims = self.dims
@@ -58,7 +59,7 @@ class MappingBuilder:
         unread = ["*.weight_shape"] if int4 and not self.keep else []
         return Mapping(
             self._rules(tree),
-            ignore=[*extra, *unread, *beside],
+            ignore=[*extra, *unread, *self.spare, *beside],
             unsaved=[*(extra if self.extra else ()), *beside],
             buffers=[*_BUFFERS, *reused],
         )

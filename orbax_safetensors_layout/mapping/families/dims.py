@@ -191,7 +191,7 @@ def dims_of(
     """
     architecture = ARCHITECTURES[family]
     defaults = architecture.defaults
-    outer, read = _sections(config, family, defaults)
+    outer, read = _sections(config, family, architecture)
     layers = read.integer("num_hidden_layers", bounds=(1, _MOST_LAYERS))
     hidden = read.integer("hidden_size")
     heads_key = "num_heads" if architecture.mixer == "mixer" else "num_attention_heads"
@@ -361,11 +361,15 @@ def _types_by_rotation(read: Section, layers: int) -> tuple[str, ...]:
 
 
 def _sections(
-    config: Mapping[str, Any], family: str, defaults: Mapping[str, Any]
+    config: Mapping[str, Any], family: str, architecture: Architecture | None
 ) -> tuple[Section, Section]:
     """Return a configuration, and that of its language model, with a family's defaults."""
-    outer = Section(config, family)
-    values = config if outer.section("text_config") is None else config["text_config"]
+    outer, values = Section(config, family), config
+    defaults = {} if architecture is None else architecture.defaults
+    if outer.section("text_config") is not None:
+        values = config["text_config"]
+        if architecture is not None:
+            defaults = {**architecture.inner_defaults, **defaults}
     known = {k: v for k, v in values.items() if k in defaults or k not in _OWN}
     return outer, Section({**defaults, **known}, family)
 
@@ -373,8 +377,7 @@ def _sections(
 def is_tied(config: Mapping[str, Any], family: str | None) -> bool:
     """Whether a configuration ties the output kernel to the embedding; None has no defaults."""
     architecture = None if family is None else ARCHITECTURES[family]
-    defaults = {} if architecture is None else architecture.defaults
-    return _tied(*_sections(config, family or "known", defaults))
+    return _tied(*_sections(config, family or "known", architecture))
 
 
 def _tied(outer: Section, read: Section) -> bool:

@@ -13,6 +13,7 @@ from orbax_safetensors_layout.catalog import Catalog, nearest_names
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, MappingError, listed
 from orbax_safetensors_layout.format import short_repr
 
+from ..dequantizing.tensor_names import is_of_activations, patterns_to_ignore
 from ..expr.expression import tensor
 from ..expr.values import as_dtype
 from ..matching import rule
@@ -380,6 +381,8 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
     default = architecture.prefix if dims.multimodal else architecture.root
     prefixes = (options.get("prefix"), find_prefix(names, architecture.embedding), default)
     prefix = next(prefix for prefix in prefixes if prefix is not None)
+    stored = () if dims.quantized is None else {*names}
+    spare = patterns_to_ignore(name for name in stored if is_of_activations(name, stored))
     return MappingBuilder(
         dims=dims,
         scan=bool(side.scan) if scan is None else scan,
@@ -394,6 +397,7 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
         extra=not names
         or count_stored(names, f"{prefix}layers.") > dims.layers
         or any(name.startswith("mtp.") for name in names),
+        spare=tuple(spare),
     )
 
 

@@ -27,11 +27,11 @@ from ..dequantizing.dequantized import (
     DecodedWeight,
     configured_quantization,
     decoded_weights,
-    is_of_activations,
     plain_configurations,
     with_settings,
 )
 from ..dequantizing.found_weight import INPUT_SCALE
+from ..dequantizing.tensor_names import is_of_activations
 from .encoder import WeightLayout, add_parts, joined_name
 
 _KEPT = 4  # tensors that were read last: a weight's rows are quantised one after the other
