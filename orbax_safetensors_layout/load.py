@@ -487,7 +487,7 @@ def plan_load(
     host, as where each GPU has a process; a load with `"auto"` counts them itself.
 
     Raises:
-        ValueError: There is no process of that index, or not so many on each host.
+        ValueError: There is no process of that index, or fewer than `processes_per_host`.
         SafetensorsLayoutError: As from `load`.
     """
     options = given_or_default(options, ReadOptions)

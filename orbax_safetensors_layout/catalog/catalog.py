@@ -55,6 +55,7 @@ from .discover import Discovery, discover, read_manifest
 from .piece_catalog import PieceCatalog, check_whole
 from .select import missing_names, select_names
 
+_BUFFER = "rotary_emb.inv_freq"  # which transformers saved until 4.31, and no program takes
 _LARGE_HEADER_BYTES = 8 * MIB
 _BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 
@@ -232,7 +233,7 @@ class Catalog:
             for file, header in self._headers.fetched().items()
             if not header.tensors.keys() <= self._file_of.keys()
             for name in header.tensors.keys() - self._file_of.keys()
-            if not is_left_out(name)
+            if not (name.endswith(_BUFFER) or is_left_out(name))
         ]
         if unlisted:
             name, file = min(unlisted)
@@ -242,8 +243,9 @@ class Catalog:
                 tensor=name,
                 expected="the index to name each tensor of its files",
                 found=listed([repr(name) for name, _ in sorted(unlisted)]),
-                hint="Add it to the index, or remove an index that is out of date. To leave it out,"
-                " load with only=..., a tree and strict=False, or Mapping(..., ignore=[...]).",
+                hint="Add it to the index, in a copy of the folder, or remove an index that is out"
+                " of date. A mapping of your own leaves it out with ignore=[...], a load without"
+                " a mapping with only=[...].",
             )
 
     def manifest(self) -> Manifest | None:

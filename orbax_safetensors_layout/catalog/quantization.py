@@ -29,15 +29,18 @@ class _Scheme(NamedTuple):
 
 _ACTIVATIONS = "*_global_scale"
 # By the ending of a tensor of codes: those that what they are multiplied by may have in its place.
-# `SCB` is of int8 by bitsandbytes 0.50, `scale_weight` of ComfyUI's FP8, `_data` of optimum-quanto,
-# `_qdata` of torchao.
 _SCALES = (
-    ("", ("_scale", "_scale_inv", "_scales", "_scale_2", ".scale", ".scales", ".absmax")),
-    ("weight", ("scale", "scale_inv", "scales", "scale_weight", "SCB", "absmax")),
-    ("_data", ("_scale",)),
-    ("_qdata", ("_scale",)),
+    ("", ("_scale", "_scale_inv", "_scales", "_scale_2", ".absmax")),
+    ("weight", ("scale", "scale_inv", "scales")),
+    ("_qdata", ("_scale",)),  # torchao
     ("_packed", ("_scale",)),
     ("_blocks", ("_scales",)),
+)
+# Of formats that are not decoded: bitsandbytes 0.50, int8; ComfyUI, FP8; optimum-quanto; HQQ.
+_OTHER_SCALES = (
+    ("weight", ("SCB", "scale_weight")),
+    ("._data", ("._scale",)),
+    (".W_q", (".scale",)),
 )
 # The first name beside the weight must exist; the first scheme that fits applies.
 _SCHEMES = (
@@ -143,27 +146,32 @@ def refuse_casts_of_codes(
         DtypeMismatchError: One of them is of another dtype, and has a scale.
     """
     codes = [
-        (name, stored)
+        (name, stored, scale)
         for name, stored in tensors
         if stored.itemsize == 1 and stored not in (dtype, np.dtype(bool))
-        if any(scale in names for scale in _scales_of(name))
+        for scale in [s for s in _scales_of(name, *_SCALES, *_OTHER_SCALES) if s in names][:1]
     ]
     if codes:
-        name, stored = codes[0]
+        name, stored, scale = codes[0]
+        hint = (
+            "Decode it: mapping=osl.dequantized(FOLDER) loads values, and"
+            " convert(..., dequantize=) (--dequantize) writes them."
+        )
+        if scale in _scales_of(name, *_OTHER_SCALES):
+            hint = f"{scale!r} has the scale: a rule with osl.opaque can multiply by it."
         raise DtypeMismatchError(
             "the weight is quantised: a cast would leave out its scale",
             file=file,
             tensor=name,
             expected=f"{stored}, as it is stored",
-            found=f"{dtype}, for {listed([repr(name) for name, _ in codes], 3)}",
-            hint="Decode it: mapping=osl.dequantized(FOLDER) loads values, and"
-            " convert(..., dequantize=) (--dequantize) writes them.",
+            found=f"{dtype}, for {listed([repr(name) for name, *_ in codes], 3)}",
+            hint=hint,
         )
 
 
-def _scales_of(name: str) -> Iterator[str]:
-    """Yields the names that the scale of a tensor may have."""
-    for ending, scales in _SCALES:
+def _scales_of(name: str, *endings: tuple[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yields the names that the scale of a tensor may have, by its own ending."""
+    for ending, scales in endings:
         if name.endswith(ending):
             stem = name.removesuffix(ending)
             yield from (stem + scale for scale in scales)

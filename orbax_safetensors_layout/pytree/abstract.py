@@ -127,6 +127,8 @@ def _replicated_everywhere() -> NamedSharding:
 
 def _parse_leaf(name: str, unboxed: str | None, leaf: Any) -> AbstractLeaf:
     kind = leaf if isinstance(leaf, type) else type(leaf)
+    if issubclass(kind, np.str_):
+        kind = str  # which it is saved as
     if issubclass(kind, _SCALARS) and not issubclass(kind, np.generic):
         return AbstractLeaf(name, unboxed, (), scalar=kind)
     if hasattr(leaf, "restore_type"):

@@ -74,11 +74,14 @@ def commit_when_complete(
 
     def check() -> None:
         if other := checkpoint_beside(storage, new_folder.target):
+            hint = "Save to another folder, or remove it first."
+            if other != new_folder.target:
+                hint = "Save to another folder, or into that of the item, or remove the step first."
             raise CheckpointExistsError(
                 "Orbax made a checkpoint there, which would stay beside this one",
                 file=other,
                 expected="a folder without one, also with overwrite=True",
-                hint="Remove it first, or save to another folder.",
+                hint=hint,
             )
         present.update(check_target(storage, new_folder.target, sidecar_files, overwrite, exists))
 

@@ -94,3 +94,14 @@ def test_a_tensor_that_the_index_has_in_another_file_is_that_one(folder):
     assert {name: value.tolist() for name, value in loaded.items()} == {
         name: value.tolist() for name, value in TENSORS.items()
     }
+
+
+def test_a_buffer_that_programs_compute_may_be_left_out(folder, tmp_path):
+    """Transformers saved it until 4.31, and none takes it."""
+    buffer = {"layers.0.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    both = {name: TENSORS[name] for name in "b"} | buffer
+    safetensors.numpy.save_file(both, folder / "2.safetensors")
+    assert osl.load(folder).keys() == {"a", "b"}
+    assert osl.load(folder, mapping=mapping()).keys() == {"x", "y"}
+    osl.convert(folder, tmp_path / "out", format="hf")
+    assert osl.load(tmp_path / "out").keys() == {"a", "b"}

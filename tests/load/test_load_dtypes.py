@@ -113,10 +113,12 @@ CODES = {
     "bitsandbytes": ("up.weight", np.int8, "up.SCB"),
     "ComfyUI": ("up.weight", ml_dtypes.float8_e4m3fn, "up.scale_weight"),
     "optimum-quanto": ("up.weight._data", ml_dtypes.float8_e4m3fn, "up.weight._scale"),
+    "HQQ": ("up.W_q", np.uint8, "up.scale"),
     "torchao": ("up._weight_qdata", np.int8, "up._weight_scale"),
     "fused experts": ("experts.up_proj", ml_dtypes.float8_e4m3fn, "experts.up_proj_scale"),
 }
-REFUSED = r"quantised: a cast would leave out its scale.*'{}'.*osl\.dequantized"
+OTHERS = ("bitsandbytes", "ComfyUI", "optimum-quanto", "HQQ")  # which are not decoded
+REFUSED = r"quantised: a cast would leave out its scale.*'{}'.*osl\.(dequantized|opaque)"
 
 
 @pytest.mark.parametrize("kind", CODES)
@@ -129,8 +131,9 @@ def test_codes_are_not_cast_without_their_scales(tmp_path, kind):
     for strict in (True, False):
         options = osl.ReadOptions(strict=strict)
         tree = {name: jax.ShapeDtypeStruct((4, 4), ml_dtypes.bfloat16), scale: ...}
-        with pytest.raises(osl.DtypeMismatchError, match=REFUSED.format(name)):
+        with pytest.raises(osl.DtypeMismatchError, match=REFUSED.format(name)) as caught:
             osl.load(tmp_path / "in", tree, options=options)
+        assert (f"{scale!r} has the scale" in str(caught.value)) == (kind in OTHERS)
         with pytest.raises(osl.DtypeMismatchError, match=REFUSED.format(name)):
             osl.plan_load(tmp_path / "in", tree, options=options)
         tree[name] = jax.ShapeDtypeStruct((4, 4), dtype)
@@ -144,7 +147,18 @@ def test_codes_are_not_cast_without_their_scales(tmp_path, kind):
     assert_same_bits(osl.load(tmp_path / "in", tree, mapping=moved)["up"], codes.T)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CODES if CODES[kind][1] is not np.int8])
+def test_data_that_are_scaled_by_a_tensor_of_another_name_are_cast(tmp_path):
+    pixels = np.arange(16, dtype=np.uint8)
+    names = ("train_data", "train_scale", "a", "a.scale")
+    osl.save(tmp_path / "in", dict.fromkeys(names, pixels))
+    tree = dict.fromkeys(names, jax.ShapeDtypeStruct((16,), np.float32))
+    for loaded in osl.load(tmp_path / "in", tree).values():
+        assert np.array_equal(loaded, pixels.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in CODES if np.dtype(CODES[kind][1]).kind not in "iu"]
+)
 def test_codes_are_not_cast_in_saves_and_conversions(tmp_path, kind):
     name, dtype, scale = CODES[kind]
     codes = np.arange(16).reshape(4, 4).astype(dtype)

@@ -20,6 +20,7 @@ from unittest import mock
 import jax
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors
 import safetensors.numpy
@@ -1326,3 +1327,18 @@ def test_a_folder_of_a_name_of_the_checkpoint_stays(tmp_path, name, is_link):
             osl.save(tmp_path / "x", {"t": VALUE}, options=quick(), overwrite=overwrite)
     assert os.listdir(tmp_path / "x") == [name]
     assert (tmp_path / "x" / name / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("asked", [None, "", str, np.str_("y"), np.str_])
+def test_numpys_strings_are_strings(tmp_path, asked):
+    """As in Orbax, whose handlers save them as `str` too."""
+    state = {"name": np.str_("x"), "w": np.ones(2, np.float32)}
+    item = None if asked is None else state | {"name": asked}
+    osl.save(tmp_path / "s", state)
+    ocp.Checkpointer(osl.SafetensorsLayout()).save(tmp_path / "v0", state)
+    for loaded in (
+        osl.load(tmp_path / "s", item),
+        ocp.Checkpointer(osl.SafetensorsLayout()).restore(tmp_path / "v0", item=item),
+    ):
+        assert type(loaded["name"]) is str
+        assert loaded["name"] == "x"

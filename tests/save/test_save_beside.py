@@ -42,8 +42,9 @@ def test_a_checkpoint_of_orbaxs_is_refused_and_stays(tmp_path, make, overwrite):
     folder = tmp_path / "there"
     make(folder)
     before = content(folder)
-    with pytest.raises(osl.CheckpointExistsError, match="would stay beside"):
+    with pytest.raises(osl.CheckpointExistsError, match="would stay beside") as caught:
         osl.save(folder, NEW, overwrite=overwrite)
+    assert ("into that of the item" in str(caught.value)) == (caught.value.file != str(folder))
     assert content(folder) == before
 
 
