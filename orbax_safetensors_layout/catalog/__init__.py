@@ -1,6 +1,6 @@
 """The tensors of a checkpoint and their bytes: files, headers, index and pieces as one catalog."""
 
-from .catalog import Catalog, as_recorded, read_header
+from .catalog import ROTARY_BUFFER, Catalog, as_recorded, read_header
 from .discover import (
     ORBAX_ITEM,
     CheckpointRef,

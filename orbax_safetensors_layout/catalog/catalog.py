@@ -55,7 +55,8 @@ from .discover import Discovery, discover, read_manifest
 from .piece_catalog import PieceCatalog, check_whole
 from .select import missing_names, select_names
 
-_BUFFER = "rotary_emb.inv_freq"  # which transformers saved until 4.31, and no program takes
+ROTARY_BUFFER = "rotary_emb.inv_freq"
+"""The end of names of tensors that transformers saved until 4.31, and no program takes."""
 _LARGE_HEADER_BYTES = 8 * MIB
 _BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 
@@ -221,7 +222,7 @@ class Catalog:
         """Return the entries of all tensors, in the order of `names`; see `entries`."""
         return self.entries(self.names)
 
-    def refuse_unlisted(self, is_left_out: Callable[[str], bool] = lambda _: False) -> None:
+    def refuse_unlisted(self, is_left_out: Callable[[str], bool] | None = None) -> None:
         """Refuses tensors that the index does not name, in files of which something was taken.
 
         Programs that read such files whole would take them: it would be another model.
@@ -233,7 +234,7 @@ class Catalog:
             for file, header in self._headers.fetched().items()
             if not header.tensors.keys() <= self._file_of.keys()
             for name in header.tensors.keys() - self._file_of.keys()
-            if not (name.endswith(_BUFFER) or is_left_out(name))
+            if not name.endswith(ROTARY_BUFFER) and not (is_left_out and is_left_out(name))
         ]
         if unlisted:
             name, file = min(unlisted)

@@ -219,8 +219,7 @@ class SafetensorsReader:
             check_values=options.verify,
         )
         self._sources = array_sources(self._catalog, mapping)
-        left_out = () if mapping is None else (mapping.leaves_out,)
-        self._catalog.refuse_unlisted(*left_out)
+        self._catalog.refuse_unlisted(None if mapping is None else mapping.leaves_out)
         manifest = None if mapping is not None else self._catalog.manifest()
         self.kind: str = self._catalog.layout
         self.is_recorded = manifest is not None and manifest.tree is not None

@@ -200,10 +200,10 @@ class ReadPlan:
     def figures(self, cost: Cost) -> tuple[str, str]:
         """Format the cost and the time of the plan."""
         rate, profile = self._rate(), self.profile
-        host_rate = f"{size_text(rate.bytes_per_second)}/s a {rate.owners[0]}"
+        own_rate = f"{size_text(rate.bytes_per_second)}/s a {rate.owners[0]}"
         text = (
             f"about {seconds_text(rate.seconds(cost))}: {seconds_text(profile.latency_seconds)}"
-            f" a request, {profile.streams} at once, {host_rate}"
+            f" a request, {profile.streams} at once, {own_rate}"
         )
         exchange = f"; exchange {rate.exchange_text()}" * bool(cost.exchanged_bytes)
         return str(cost), text + exchange

@@ -386,3 +386,23 @@ def test_the_device_layout_of_an_item_counts(tmp_path):
     assert restored.format.layout.major_to_minor == (1, 0)
     assert restored.dtype == value.dtype
     np.testing.assert_array_equal(np.asarray(restored), np.asarray(value))
+
+
+def test_what_differs_without_an_item_and_with_none_in_one(tmp_path):
+    """What docs/trees.md lists, beside what Orbax does."""
+    state = {"opt": (np.ones(2, np.float32), {3: np.zeros(2, np.float32)}), "ema": None}
+    saved = state | {"ema": np.ones(2, np.float32)}
+    own, theirs = ocp.Checkpointer(osl.SafetensorsLayout()), ocp.PyTreeCheckpointer()
+    for checkpointer, name in ((own, "own"), (theirs, "theirs")):
+        checkpointer.save(tmp_path / name, saved)
+        checkpointer.save(tmp_path / f"{name} none", state)
+    assert jax.tree.structure(own.restore(tmp_path / "own")) == jax.tree.structure(saved)
+    raw = theirs.restore(tmp_path / "theirs")
+    assert isinstance(raw["opt"], list)
+    assert raw["opt"][1].keys() == {"3"}
+    with pytest.raises(osl.UnexpectedTensorError, match="ema"):
+        own.restore(tmp_path / "own", item=state)
+    with pytest.raises(osl.MissingTensorError, match="ema"):
+        own.restore(tmp_path / "own none", item=saved)
+    assert theirs.restore(tmp_path / "theirs", item=state)["ema"] is None
+    assert theirs.restore(tmp_path / "theirs none", item=saved)["ema"] is None

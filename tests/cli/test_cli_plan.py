@@ -239,6 +239,8 @@ def test_what_does_not_fit_is_told_and_is_a_finding(path, capsys):
         (["--mesh", "a=4", "--mapping", "llama:maxtext-unsliced"], "cannot be 'unsliced'"),
         (["--mesh", "a=4", "--abstract", "nowhere:f"], "No module named 'nowhere'"),
         ([], "name the mesh"),
+        (["--mesh", "a=4", "--processes-per-host", "0"], "'0' is not a positive number"),
+        (["--mesh", "a=4", "--processes-per-host", "-2"], "'-2' is not a positive number"),
         (["--mesh", "a=4", "--mapping", "llama", "--plot", "x.png"], "--plot draws"),
         (["--mesh", "a=4", "--save", "--plot", "x.png"], "--plot draws"),
     ],
@@ -265,6 +267,28 @@ def test_rules_from_a_file_and_costly_tensors(path, tmp_path, capsys):
     assert "costliest beyond their bytes" in out
     assert "split dimension 0 instead" in out
     assert "layers.{0" in out
+
+
+def test_no_rule_is_named_that_nobody_gave(path, tmp_path, capsys):
+    """A tree with shardings of its own leaves nothing for the default."""
+    tree = tmp_path / "tree.py"
+    tree.write_text(
+        "import jax\nfrom jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P\n"
+        "sharding = NamedSharding(AbstractMesh((4,), ('x',)), P('x'))\n"
+        "w = jax.ShapeDtypeStruct((64,), 'bfloat16', sharding=sharding)\n"
+        "t = {'model': {'norm': {'weight': w}}}\n"
+    )
+    assert main(["plan", str(path), "--mesh", "x=4", "--abstract", f"{tree}:t"]) == 0
+    assert not capsys.readouterr().err
+
+
+def test_a_tensor_that_fits_in_no_plan_is_counted_once(path, capsys):
+    arguments = ["plan", str(path), "--mesh", "x=3", "--spec", ".*norm.* = x"]
+    assert main(arguments) == 1
+    alone = capsys.readouterr().err
+    assert main([*arguments, "--compare", "--hosts 3"]) == 1
+    assert capsys.readouterr().err == alone
+    assert "tensors do not fit their rule" in alone
 
 
 def test_a_rule_that_no_tensor_uses_is_told(path, capsys):

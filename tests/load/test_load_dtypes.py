@@ -114,6 +114,10 @@ CODES = {
     "ComfyUI": ("up.weight", ml_dtypes.float8_e4m3fn, "up.scale_weight"),
     "optimum-quanto": ("up.weight._data", ml_dtypes.float8_e4m3fn, "up.weight._scale"),
     "HQQ": ("up.W_q", np.uint8, "up.scale"),
+    "NVFP4": ("up.weight", np.uint8, "up.weight_scale_2"),
+    "compressed-tensors": ("up.weight_packed", np.uint8, "up.weight_scale"),
+    "GPT-OSS": ("experts.up_proj_blocks", np.uint8, "experts.up_proj_scales"),
+    "bitsandbytes of 4 bits": ("up.weight", np.uint8, "up.weight.absmax"),
     "torchao": ("up._weight_qdata", np.int8, "up._weight_scale"),
     "fused experts": ("experts.up_proj", ml_dtypes.float8_e4m3fn, "experts.up_proj_scale"),
 }

@@ -768,3 +768,13 @@ def test_only_headers_of_needed_files_are_read(tmp_path):
     assert mapping.match(tensors).needs() == ["model.embed.weight"]
     matched = Mapping(RULES).match(tensors, {"layers.q": None, "blocks.3.up": None})
     assert len(matched.needs()) == LAYERS + 1
+
+
+def test_tensors_of_several_dtypes_are_stacked_when_they_are_cast():
+    """The error says how, where they differ in nothing else."""
+    specs = {"l.0.w": ((2, 3), np.float32), "l.1.w": ((2, 3), np.float16)}
+    layers = osl.tensor("l.{i}.w")
+    with pytest.raises(osl.MappingError, match=r"cast them: osl\.tensor.*dtype='float32'"):
+        osl.Mapping([osl.rule("w", osl.stack(layers, over="i"))]).leaf_facts(specs)
+    cast = osl.Mapping([osl.rule("w", osl.stack(layers.cast("float32"), over="i"))])
+    assert cast.leaf_facts(specs)["w"] == ((2, 2, 3), np.float32)

@@ -526,3 +526,20 @@ def test_integers_narrower_than_a_byte_are_saved_one_a_byte(tmp_path, dtype):
         assert_same_bits(loaded, value.astype("u1" if dtype.name.startswith("u") else "i1"))
         again = osl.load(tmp_path / f"{number}", {"leaf": leaf}, mapping=rules_used)["leaf"]
         assert_same_bits(again, leaf)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 2), (2, 4)])
+def test_a_part_of_a_tensor_is_saved_alone_if_it_is_the_first(tmp_path, start, stop):
+    """As docs/mapping.md says; `like` holds it against the shape of the whole."""
+    whole = {"w": np.arange(8, dtype=np.float32).reshape(4, 2)}
+    osl.save(tmp_path / "whole", whole)
+    mapping = osl.Mapping([osl.rule("a", osl.tensor("w").slice(0, start, stop))])
+    part = osl.load(tmp_path / "whole", mapping=mapping)
+    with pytest.raises(osl.MappingError):
+        osl.save(tmp_path / "like", part, mapping=mapping.like(tmp_path / "whole"))
+    if start:
+        with pytest.raises(osl.MappingError):
+            osl.save(tmp_path / "part", part, mapping=mapping)
+    else:
+        osl.save(tmp_path / "part", part, mapping=mapping)
+        assert np.array_equal(osl.load(tmp_path / "part")["w"], whole["w"][:stop])

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Set
 
+from orbax_safetensors_layout.catalog import ROTARY_BUFFER
+
 from ..expr.choices import Either, Same
 from ..expr.concat_stack import concat, stack
 from ..expr.expression import Expr, fill, tensor
@@ -16,7 +18,7 @@ from .steps import AS_IT_IS, ROUTER, FamilyLeaf, LayerGroup, TensorStep, Tree
 from .tensors import head_name
 from .weight_format import OtherFormatError
 
-_BUFFERS = ("*.rotary_emb.inv_freq",)  # that transformers saved until 4.31
+_BUFFERS = (f"*.{ROTARY_BUFFER}",)
 _UNTIE = (
     "The configuration ties the output kernel to the embedding; where the checkpoint has another"
     " one, that is what transformers uses: load it with untie=True."
