@@ -88,8 +88,12 @@ def _watched_v0(handler: Any, ours: SafetensorsCheckpointHandler, names: tuple[s
     return handler
 
 
-def context(*item_names: str) -> ocp.Context:
+def context(*item_names: str, base: ocp.Context | None = None) -> ocp.Context:
     """A new Orbax context that gives these items to `SafetensorsHandler`.
+
+    All else is as in `base`, a program's own context, which stays as it is; without one, as in
+    `ocp.Context()`. A context that a program enters within this one takes its place: there,
+    `with osl.context("state", base=its_context)`.
 
     Other items keep Orbax's handlers. To save a pytree under another name before each of these
     items was saved or loaded in the context is a warning; it is an error for `context("pytree")`
@@ -98,6 +102,7 @@ def context(*item_names: str) -> ocp.Context:
     Args:
         *item_names: The items; `"state"` is the one that `ocp.save`, `ocp.load` and
             `ocp.training.Checkpointer` use where none is named.
+        base: The context whose options and handlers of other items are taken over.
 
     Examples:
         >>> with context("state") as ctx:
@@ -106,7 +111,9 @@ def context(*item_names: str) -> ocp.Context:
     """
     are_names = item_names and all(isinstance(name, str) for name in item_names)
     require(are_names, "item_names", 'strings ("state" for that of `ocp.load`)', item_names)
-    known = ocp.handlers.global_registry()
+    require(base is None or isinstance(base, ocp.Context), "base", "an `ocp.Context`", base)
+    new_context = ocp.Context(base)
+    known = new_context.checkpointables.registry
     registry = ocp.handlers.local_registry(include_global_registry=False)
     for handler, name in known.get_all_entries():
         if name not in item_names:
@@ -116,14 +123,13 @@ def context(*item_names: str) -> ocp.Context:
             registry.add(handler, checkpointable_name=name, secondary_typestrs=typestrs)
     for name in item_names:
         registry.add(SafetensorsHandler, checkpointable_name=name)
-    new_context = ocp.Context()
     new_context.checkpointables.registry = registry
     return new_context
 
 
 def _watched_v1(handler: Any, names: tuple[str, ...]) -> Any:
     """A subclass of a handler of Orbax, of the same name, by which a step records what saved it."""
-    used: set[str] = set()  # `SafetensorsHandler` adds to it
+    used: set[str] = getattr(handler, "used_items", set())  # `SafetensorsHandler` adds to it
 
     def report(directory: Any) -> None:
         item = item_name(directory.path)

@@ -652,6 +652,34 @@ def test_an_item_saved_before_all_that_are_registered_is_a_warning(tmp_path):
     assert writes_ocdbt(tmp_path / "e")
 
 
+def test_a_context_on_the_base_of_a_programs_own(tmp_path):
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name="config")
+    base = ocp.Context()
+    base.pytree.loading.partial_load = True
+    base.checkpointables.registry = registry
+    items = {"state": state(), "config": {"lr": 1}}
+    with base, osl.context("state", base=base):  # also while the other is active
+        ocp.save_checkpointables(tmp_path / "a", items)
+        loaded = ocp.load_checkpointables(tmp_path / "a", {"state": {"w": ...}, "config": None})
+    assert loaded == {"state": {"w": ...}, "config": {"lr": 1}}
+    assert not writes_ocdbt(tmp_path / "a")
+    with base:  # which stays as it was
+        ocp.save_checkpointables(tmp_path / "b", items)
+    assert writes_ocdbt(tmp_path / "b" / "state")
+
+
+def test_contexts_add_up(tmp_path):
+    context = osl.context("opt", base=osl.context("state"))
+    with context:
+        ocp.save_checkpointables(tmp_path / "a", {"state": state(), "opt": state()})
+        ocp.save_checkpointables(tmp_path / "b", {"state": state(), "other": state()})
+    assert not writes_ocdbt(tmp_path / "a")
+    assert writes_ocdbt(tmp_path / "b" / "other")
+    with pytest.raises(ValueError, match=r"base must be an `ocp\.Context`, not 'state'"):
+        osl.context("opt", base="state")
+
+
 def test_a_program_whose_save_was_refused_ends(tmp_path):
     done = subprocess.run(
         [sys.executable, program_path("save_v1_refused.py"), str(tmp_path)],
