@@ -201,6 +201,29 @@ def test_a_fused_leaf():
         Mapping([rule("qkv", concat(names, 0))]).inverse().bind({"qkv": ((16, 6), F32)})
 
 
+PARTS_OF_KNOWN_LENGTH = {
+    "1 each": lambda a, b: [a.rearrange("e -> 1 e"), b.rearrange("e -> 1 e")],
+    "a cast": lambda a, b: [a.rearrange("e -> 1 e").cast(F32), b.cast(F32).rearrange("e -> 1 e")],
+    "sizes": lambda a, b: [a.rearrange("(h d) -> h d", h=3), b.rearrange("(h d) -> h d", d=2)],
+    "transposed": lambda a, b: [a.rearrange("e -> e 1").transpose(), b.rearrange("e -> 1 e")],
+    "nested": lambda a, b: [concat([a.rearrange("e -> 1 e")], 0), b.rearrange("e -> 1 e")],
+    "filled": lambda a, b: [fill((2, 6), 0, F32), a.rearrange("e -> 1 e"), b.rearrange("e -> 1 e")],
+    "one more": lambda a, b: [a.rearrange("e -> 1 e"), b.rearrange("(h d) -> h d", d=6)],
+    "repeated": lambda a, b: [a.rearrange("e -> 1 e"), b.rearrange("e -> 1 e").repeat(0, 2)],
+    "slices": lambda a, b: [
+        a.rearrange("(h d) -> h d", d=2).slice(0, 0, 1),
+        a.rearrange("(h d) -> h d", d=2).slice(0, 1),
+        b.rearrange("(h d) -> h d", h=3),
+    ],
+}
+
+
+@pytest.mark.parametrize("parts", PARTS_OF_KNOWN_LENGTH.values(), ids=PARTS_OF_KNOWN_LENGTH)
+def test_a_leaf_of_parts_that_say_how_long_they_are(parts):
+    x = concat(parts(tensor("a"), tensor("b")), 0)
+    check_both_ways([rule("leaf", x)], random_tensors(a=(6,), b=(6,)))
+
+
 def test_interleaved_gate_up():
     both = tensor("gate_up")
     back = check_both_ways(

@@ -79,6 +79,12 @@ class Stack(Expr):
         for i in indices:
             yield from self.operand.infer({**captures, self.over: str(i)}, inner)
 
+    def extent(self, axis: int, rank: int) -> int | None:
+        own = ops.axis_of("stack", self.axis, rank)
+        if axis != own:
+            return self.operand.extent(axis - (axis > own), rank - 1)
+        return len(self.indices) if isinstance(self.indices, tuple) else None
+
     def _resolve(self, captures: Captures, specs: TensorSpecs) -> Sequence[int]:
         """Return the indices: those given, or those that the checkpoint has."""
         if isinstance(self.indices, tuple):
@@ -139,8 +145,7 @@ class Concat(Expr):
 
     def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         axis = ops.axis_of("concat", self.axis, len(shape))
-        sizes = list(self.sizes or [None] * len(self.operands))
-        extent = shape[axis]
+        extent, sizes = shape[axis], self._sizes(axis, len(shape))
         if None not in sizes:
             extent = extent.join(Extent(sum(size or 0 for size in sizes))) or extent
         if sizes.count(None) > 1 or not extent.exact:
@@ -154,6 +159,19 @@ class Concat(Expr):
         for operand, size in zip(self.operands, sizes, strict=True):
             part = Extent(rest if size is None else size)
             yield from operand.infer(captures, put(shape, axis, part))
+
+    def extent(self, axis: int, rank: int) -> int | None:
+        if axis == ops.axis_of("concat", self.axis, rank):
+            sizes = self._sizes(axis, rank)
+            return None if None in sizes else sum(size or 0 for size in sizes)
+        known = (operand.extent(axis, rank) for operand in self.operands)
+        return next((extent for extent in known if extent is not None), None)
+
+    def _sizes(self, axis: int, rank: int) -> list[int | None]:
+        """Return the extents of the parts, where they are given or the parts say them."""
+        given = self.sizes or [None] * len(self.operands)
+        pairs = zip(self.operands, given, strict=True)
+        return [part.extent(axis, rank) if size is None else size for part, size in pairs]
 
 
 def stack(
@@ -190,8 +208,8 @@ def stack(
 def concat(exprs: Iterable[Expr], axis: int, sizes: Iterable[int | None] | None = None) -> Expr:
     """Concatenate expressions along an axis, as `numpy.concatenate`.
 
-    Saving without the shapes of the files needs `sizes`: the extent of each along the axis, where
-    one may be None.
+    Saving without the shapes of the files needs `sizes`, the extent of each along the axis: None
+    where the expression says it (`.rearrange("e -> 1 e")`), and for one more.
     """
     operands = tuple(as_expr(expr, "concat") for expr in several(exprs, "concat"))
     if not operands:

@@ -129,6 +129,10 @@ class Expr(abc.ABC):
     def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         """Yields tensors with their shapes that follow from a leaf's, which must determine them."""
 
+    def extent(self, axis: int, rank: int) -> int | None:
+        """Return the extent of an axis, of `rank` ones, if the expression itself says it."""
+        return None
+
     def children(self) -> Sequence[Expr]:
         return ()
 
@@ -195,6 +199,9 @@ class FillExpr(Expr):
     def infer(self, captures: Captures, shape: ops.Extents) -> Iterator[tuple[str, ops.Extents]]:
         return iter(())
 
+    def extent(self, axis: int, rank: int) -> int | None:
+        return self.shape[axis] if len(self.shape) == rank else None
+
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Apply(Expr):
@@ -224,6 +231,11 @@ class Apply(Expr):
         except MappingError as error:
             raise within(error, repr(self)) from error
         return self.operand.infer(captures, operand)
+
+    def extent(self, axis: int, rank: int) -> int | None:
+        if isinstance(self.op, ValueOp):
+            return self.operand.extent(axis, rank)
+        return ops.extent(self.op, axis, rank, self.operand.extent)
 
 
 def tensor(name_pattern: str) -> Expr:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -246,6 +247,25 @@ class Repeat:
 
 
 Op = Transpose | Rearrange | Reshape | Slice | Take | Pad | Repeat
+
+
+def extent(
+    op: Op, axis: int, rank: int, of_operand: Callable[[int, int], int | None]
+) -> int | None:
+    """Return the extent of an axis of a result, if the operation or its operand says it."""
+    if isinstance(op, Rearrange):
+        group, sizes = einops.expand(op.pattern, rank, "right").right[axis], dict(op.sizes)
+        return math.prod(sizes[name] for name in group) if sizes.keys() >= {*group} else None
+    if isinstance(op, Reshape):
+        return None
+    if isinstance(op, Transpose):
+        return of_operand(op._order(rank)[axis], rank)
+    if axis_of(op, op.axis, rank) != axis:
+        return of_operand(axis, rank)
+    if isinstance(op, Slice) and op.stop is not None:
+        start = op.start or 0
+        return len(range(start, op.stop, op.step)) if min(start, op.stop) >= 0 else None
+    return len(op.indices) if isinstance(op, Take) else None
 
 
 def axis_of(op: object, axis: int, rank: int) -> int:
