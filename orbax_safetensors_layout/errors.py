@@ -31,6 +31,7 @@ import binascii
 import contextlib
 import functools
 import html
+import itertools
 import os
 import re
 import threading
@@ -376,6 +377,12 @@ _NUMBERS = re.compile(r"(?<![^.'])[0-9]+(?![^.'])")
 def pattern_of(text: str) -> str:
     """Return a text with `#` for numbers in dotted names: `'layers.#.mlp.w1' is missing`."""
     return _NUMBERS.sub("#", text)
+
+
+def wildcard_pattern(name: str) -> str:
+    """Return a name with wildcards for its numbers, as a rule has it: `layers.{i}.experts.{j}`."""
+    letters = itertools.count(ord("i"))
+    return _NUMBERS.sub(lambda _: f"{{{chr(next(letters))}}}", name)
 
 
 def listed(items: Iterable[object], most: int = 10, separator: str = ", ") -> str:

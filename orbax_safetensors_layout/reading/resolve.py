@@ -19,6 +19,7 @@ from orbax_safetensors_layout.errors import (
     ShapeMismatchError,
     UnexpectedTensorError,
     listed,
+    wildcard_pattern,
 )
 from orbax_safetensors_layout.geometry import MAX_RANK
 from orbax_safetensors_layout.mapping import Mapping, check_castable, check_left_out, check_mapping
@@ -35,6 +36,7 @@ from orbax_safetensors_layout.sharding import (
 
 from ._jax import host_registration
 
+_MOST_KINDS = 5  # of names that an error lists
 _SHAPE_HINT = (
     "Ask for the file's shapes, which osl.metadata(path) has, or give a mapping that makes others"
     " of them: rule('w', tensor('w').transpose()) in an osl.Mapping."
@@ -150,9 +152,8 @@ def source_leaves(
                 error.hint = (
                     "One leaf alone has no name: give {'name': leaf}, or patterns by `only=`."
                 )
-            elif catalog.names and not any(name in catalog for name in names):
-                error.hint = _other_names_hint(catalog.names, names)
-            raise
+                raise
+            raise _not_found(error, catalog, names) from None
         if strict:
             _refuse_unexpected(catalog, names, tree)
             catalog.refuse_unlisted(functools.partial(_is_left_out, tree=tree))
@@ -180,8 +181,39 @@ def source_leaves(
     return leaves
 
 
-def _other_names_hint(stored: Sequence[str], names: Sequence[str]) -> str:
-    """Return what to do where no leaf has the name of a tensor."""
+def _not_found(
+    error: MissingTensorError, catalog: Catalog, names: Sequence[str]
+) -> MissingTensorError:
+    """Return the error with what to do where most of a tree's names are not the checkpoint's.
+
+    Of many kinds of such names it has one sentence.
+    """
+    missing = [name for name in names if name not in catalog]
+    stored, asked, kinds = (
+        dict.fromkeys(map(wildcard_pattern, group)) for group in (catalog.names, names, missing)
+    )
+    has_others = len(kinds) > _MOST_KINDS and 2 * len(kinds) > len(asked)
+    if not stored or (len(missing) < len(names) and not has_others):
+        return error
+    hint = _prefix_hint(catalog.names, names) or (
+        f"The checkpoint has {listed(map(repr, stored), 3)}. A mapping says what leaves are made"
+        " of: `mapping=` (or `osl.using(mapping=)` around Orbax's calls) takes"
+        " osl.families.mapping(path) or an osl.Mapping."
+    )
+    if not has_others:
+        error.hint = " ".join(filter(None, (error.hint, hint)))
+        return error
+    return MissingTensorError(
+        f"{len(missing):,} of the {len(names):,} leaves have names that no tensor has:"
+        f" {listed(map(repr, kinds), _MOST_KINDS)}",
+        file=catalog.path,
+        tensor=missing[0],
+        hint=hint,
+    )
+
+
+def _prefix_hint(stored: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return what to do where all names have a prefix too much, or lack one."""
     if prefix := added_prefix(names, set(stored)):
         keys = "".join(f"[{part!r}]" for part in prefix.split(".")[:-1])
         return f"The checkpoint has the names without {prefix!r}: leave it out, as tree{keys} does."
@@ -190,11 +222,7 @@ def _other_names_hint(stored: Sequence[str], names: Sequence[str]) -> str:
         for part in reversed(prefix.split(".")[:-1]):
             nested = f"{{{part!r}: {nested}}}"
         return f"The checkpoint has the names with {prefix!r} before them: give {nested}."
-    return (
-        f"No leaf has the name of a tensor: the checkpoint has {listed(map(repr, stored), 3)}."
-        " A mapping says what leaves are made of: `mapping=` (or `osl.using(mapping=)`"
-        " around Orbax's calls) takes osl.families.mapping(path) or an osl.Mapping."
-    )
+    return None
 
 
 def stored_name(catalog: Catalog, abstract: AbstractLeaf) -> str:

@@ -55,9 +55,9 @@ def test_leaves_that_differ_in_numbers_are_told_once(path):
 
 def test_names_of_many_patterns_are_counted(path):
     abstract = {f"leaf_{i}_of_no_layer": WEIGHT for i in range(10_000)}
-    text = lines(osl.MissingTensorError, lambda: osl.load(path, abstract))
-    assert (len(text), text[-2]) == (23, "  ... 9,980 more")
-    assert text[-1].startswith("No leaf has the name of a tensor: the checkpoint has 'layers.0.w',")
+    (text,) = lines(osl.MissingTensorError, lambda: osl.load(path, abstract))
+    assert text.startswith("10,000 of the 10,000 leaves have names that no tensor has: 'leaf_0_of_")
+    assert "' and 9,995 more (" in text
     mapping = osl.Mapping([osl.rule("layers.{i}.w", osl.tensor("layers.{i}.w"))])
     text = lines(osl.MappingError, lambda: osl.load(path, abstract, mapping=mapping))
     assert len(text) < 30

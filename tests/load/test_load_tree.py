@@ -500,8 +500,32 @@ def test_an_integer_of_more_digits_than_python_prints_is_refused_by_name(tmp_pat
 def test_a_tree_of_other_names_is_told_of_mappings(tmp_path):
     folder = save(tmp_path / "hf", {f"model.{n}.weight": np.ones(2, np.float32) for n in range(5)})
     leaf = jax.ShapeDtypeStruct((2,), np.float32)
-    with pytest.raises(osl.MissingTensorError, match=r"'model.0.weight', .* and 2 more.*mapping="):
+    with pytest.raises(osl.MissingTensorError, match=r"'model.{i}.weight'. A mapping .*mapping="):
         osl.load(folder, {"layers": {"norm": leaf}})
     with pytest.raises(osl.MissingTensorError) as caught:
         osl.load(folder, {"model.0.weight": leaf, "norm": leaf})
     assert "mapping=" not in str(caught.value)
+
+
+def test_a_slip_in_a_name_is_told_with_the_nearest(tmp_path):
+    names = ["model.norm.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up.weight"]
+    folder = save(tmp_path / "hf", {name: np.ones(2, np.float32) for name in names})
+    with pytest.raises(osl.MissingTensorError, match=r"nearest names are 'model\.norm\.weight'"):
+        osl.load(folder, {"model.nrom.weight": jax.ShapeDtypeStruct((2,), np.float32)})
+
+
+def test_a_forgotten_mapping_is_one_sentence(tmp_path):
+    layers = [f"model.layers.{i}.{n}.weight" for i in range(3) for n in ("q", "k", "v", "up")]
+    names = [*layers, "model.norm.weight", "lm_head.weight"]
+    folder = save(tmp_path / "hf", {name: np.ones(2, np.float32) for name in names})
+    leaf = jax.ShapeDtypeStruct((2,), np.float32)
+    layer = {name: {"kernel": leaf} for name in ("q", "k", "v", "up")}
+    tree = {"layers": [layer] * 3, "norm": {"scale": leaf}, "head": {"kernel": leaf}}
+    for known in ({}, {"lm_head.weight": leaf}):  # one name may be right
+        with pytest.raises(osl.MissingTensorError) as caught:
+            osl.load(folder, tree | known)
+        (text,) = str(caught.value).splitlines()
+        assert text.startswith(f"14 of the {14 + len(known)} leaves have names that no tensor has:")
+        assert "'layers.{i}.k.kernel', 'layers.{i}.q.kernel', " in text
+        assert "The checkpoint has 'lm_head.weight', 'model.layers.{i}.k.weight', " in text
+        assert "osl.families.mapping(path)" in text
