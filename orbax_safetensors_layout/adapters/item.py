@@ -51,6 +51,10 @@ _REMAINS_HINT = "An interrupted deletion of the step leaves this: restore anothe
 _ORBAX_FILES = ("checkpoint", "manifest.ocdbt")
 
 
+class InvalidLayoutError(CheckpointNotFoundError, ocp.errors.InvalidLayoutError):
+    """Nothing, or something else, is at a path that Orbax was given."""
+
+
 class _Turn:
     """Admits only the newest save to a folder: one that Orbax gave up may still run."""
 
@@ -227,7 +231,7 @@ def check_step(folder: PathLike, *, has_layout: bool) -> None:
             check_remains(item)
     is_step = bool(children) or path.name[-1:].isdigit()
     if is_step and not items and {child.name for child in children} <= _STEP_FILES:
-        raise CheckpointNotFoundError(
+        raise InvalidLayoutError(
             "the step holds no item", file=path, found=_names(path), hint=_REMAINS_HINT
         )
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.catalog import discover, is_safetensors_checkpoint
-from orbax_safetensors_layout.errors import CheckpointNotFoundError, listed
+from orbax_safetensors_layout.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    StorageError,
+    listed,
+)
 from orbax_safetensors_layout.load import LoadRequest, telling_others
 from orbax_safetensors_layout.storage import open_storage
 
 from . import _orbax, routing, settings
 from .background import in_background
-from .item import is_orbax_item
+from .item import InvalidLayoutError, is_orbax_item
 from .metadata import CheckpointMetadata, metadata_v1
 from .v0 import SafetensorsCheckpointHandler, SafetensorsRestore, SafetensorsSave
 from .v1 import begin_load_v1
@@ -58,11 +63,11 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         return await in_background(_tree_names, path)
 
     async def validate_checkpointables(self, path: ocp.path.Path) -> None:
-        """Checks, by names alone, that there is a checkpoint; else a `CheckpointNotFoundError`."""
+        """Checks, by names alone, that there is a checkpoint; else Orbax's `InvalidLayoutError`."""
         await in_background(_required_items, path)
 
     async def validate(self, path: ocp.path.Path, checkpointable_name: str | None) -> None:
-        """Checks, by names alone, that it is there; else an `InvalidLayoutError`."""
+        """Checks, by names alone, that it is there; else Orbax's `InvalidLayoutError`."""
         if theirs := await _orbaxs(path, checkpointable_name):
             await theirs.validate(path, checkpointable_name)
         else:
@@ -108,19 +113,24 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         checkpointable_name: str | None = None,
         abstract_state: Any = None,
     ) -> Awaitable[Any]:
-        """Holds the tree against the headers; loads as `osl.load` when awaited."""
+        """Checks path and headers; what it returns holds the tree against them, and loads."""
         if theirs := await _orbaxs(path, checkpointable_name):
             loading: Awaitable[Any] = await theirs.load(path, checkpointable_name, abstract_state)
             return loading
-        options, mapping = settings.read_options_v1(self.own), settings.current(self.own).mapping
 
-        def locate() -> ocp.path.Path:
+        def begin() -> Callable[[], Any]:
+            mapping = settings.current(self.own).mapping
+            options = settings.read_options_v1(self.own)
             with telling_others(path, LoadRequest(abstract_state, mapping, None, options)):
-                return _locate(path, checkpointable_name)
+                item_path = _locate(path, checkpointable_name)
+            return begin_load_v1(item_path, abstract_state, mapping, options)()
 
-        item_path = await in_background(locate)
-        begin = begin_load_v1(item_path, abstract_state, mapping, options)
-        return in_background(await in_background(begin))
+        try:
+            return in_background(await in_background(begin))
+        except (FormatError, StorageError, InvalidLayoutError):
+            raise
+        except Exception as error:  # of the tree or an option: where Orbax raises it
+            return _raising(error)
 
     async def load_checkpointables(
         self, path: ocp.path.Path, abstract_checkpointables: Mapping[str, Any] | None = None
@@ -132,7 +142,7 @@ class SafetensorsLayout(SafetensorsCheckpointHandler):
         abstracts = dict(abstract_checkpointables or dict.fromkeys(names))
         absent = [name for name in abstracts if name not in names]
         if absent:
-            raise CheckpointNotFoundError(
+            raise InvalidLayoutError(
                 "the checkpoint does not hold these checkpointables",
                 file=path,
                 expected=listed(absent),
@@ -252,6 +262,10 @@ async def _with_record(path: ocp.path.Path, own: CheckpointMetadata) -> ocp.Chec
     return ocp.CheckpointMetadata(path, metadata=own.tree, **fields)
 
 
+async def _raising(error: Exception) -> Any:
+    raise error
+
+
 def _items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
     if is_safetensors_checkpoint(path):
         return {_orbax.STATE: path}
@@ -288,7 +302,10 @@ def _required_items(path: ocp.path.Path) -> dict[str, ocp.path.Path]:
     if not items:
         storage, place = open_storage(path)
         with storage:
-            discover(storage, place)  # raises what is there instead
+            try:
+                discover(storage, place)  # raises what is there instead
+            except CheckpointNotFoundError as error:
+                raise InvalidLayoutError(**vars(error)) from error.__cause__
     return items
 
 
@@ -309,6 +326,8 @@ def _locate(path: ocp.path.Path, name: str | None) -> ocp.path.Path:
         return path / name
     items = _required_items(path)
     missing = "a checkpoint of its own" if name is None else f"a checkpointable named '{name}'"
-    raise ocp.errors.InvalidLayoutError(
-        f"'{path}' does not hold {missing}; it holds: {listed(_tree_names(path) or items)}."
+    raise InvalidLayoutError(
+        f"the checkpoint does not hold {missing}",
+        file=path,
+        found=listed(_tree_names(path) or items),
     )

@@ -410,7 +410,7 @@ def test_trees_of_both_formats_in_one_step(tmp_path, layout, installed):
             assert loaded.keys() == trees.keys()
             for name, expected in trees.items():
                 assert_same_bits(loaded[name]["w"], np.asarray(expected["w"]))
-        with pytest.raises(ocp.errors.InvalidLayoutError, match="it holds: state, ema"):
+        with pytest.raises(ocp.errors.InvalidLayoutError, match="found: state, ema"):
             ocp.load(path, checkpointable_name="other")
 
 
