@@ -136,6 +136,7 @@ class LoadRequest(NamedTuple):
     mapping: Mapping | None
     only: str | Sequence[str] | None
     options: ReadOptions
+    partial: bool = False  # whether leaves that the checkpoint lacks come back as given
 
     def open(self, path: PathLike) -> Catalog:
         """Opens a checkpoint as the options say."""
@@ -251,7 +252,7 @@ class _SourcedLoad(NamedTuple):
         cls, catalog: Catalog, request: LoadRequest, tree: AbstractTree, *, devices: bool
     ) -> _SourcedLoad:
         """Return the leaves of a load, and the arrays of the checkpoint that they are."""
-        abstract, mapping, only, options = request
+        abstract, mapping, only, options, _ = request
         # What `only` leaves out is not unexpected; without a tree nothing is left out.
         strict = only is None and (options.strict or abstract is None)
         leaves = source_leaves(catalog, tree, mapping, strict=strict)
@@ -265,7 +266,7 @@ def _plan(
 
     With `exchange` it may get from others what they hold, too.
     """
-    catalog, (*_, options), tree, _, devices = sourced
+    catalog, (*_, options, _), tree, _, devices = sourced
     catalog.prefer(shards.process_index)
     leaves = resolve_leaves(sourced.leaves, shards, devices=devices)
     with frozen_heap():  # of what has come since the load began
@@ -371,7 +372,7 @@ def _remedies(
 
 def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> AbstractTree:
     """Return the abstract tree, with defaults from the checkpoint's manifest."""
-    abstract, mapping, only, _ = request
+    abstract, mapping, only, _, partial = request
     if only is not None:
         if abstract is None and mapping is None:
             return AbstractTree.of_tensors(catalog.select(only))
@@ -388,14 +389,14 @@ def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> 
     if abstract is None:
         return saved.tree() or AbstractTree.of_tensors(catalog.names)
     with _explicit_transfer():  # of recorded numbers
-        return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices)
+        return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices, partial=partial)
 
 
 def _agree(
     sourced: _SourcedLoad, planned: _PlannedLoad, group: ProcessGroup, *, has_turn: bool
 ) -> bool:
     """Holds a plan against the other processes'; returns False where each must read by itself."""
-    catalog, (_, mapping, _, options), *_ = sourced
+    catalog, (_, mapping, _, options, _), *_ = sourced
     fingerprint = fingerprint_of(planned.steps, planned.leaves, options, catalog, mapping)
     if not has_turn:
         place = f"{fingerprint.place}, beside another load that process {jax.process_index()} runs"

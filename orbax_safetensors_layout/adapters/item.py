@@ -147,10 +147,15 @@ def begin_load(
     abstract: Any,
     mapping: LeafMapping | None,
     options: ReadOptions,
+    *,
+    partial: bool,
     switch: str | None = None,  # lets the checkpoint hold more than the tree, for an error's hint
 ) -> Callable[[], Any]:
-    """Holds the tree against the headers; returns a function that loads it."""
-    request = LoadRequest(abstract, mapping, None, options)
+    """Holds the tree against the headers; returns a function that loads it.
+
+    With `partial`, leaves that the checkpoint lacks come back as they are given.
+    """
+    request = LoadRequest(abstract, mapping, None, options, partial)
 
     def open_catalog() -> Catalog:
         check_remains(path)

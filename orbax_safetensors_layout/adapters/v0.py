@@ -24,7 +24,13 @@ from .item import ItemSave, begin_load, is_orbax_item, loads_orbax_item
 from .metadata import metadata_v0
 from .resized import begin_resized
 from .settings import Settings
-from .v0_args import abstract_tree_of, is_partial, leaf_dtypes, restore_orbax_item
+from .v0_args import (
+    abstract_tree_of,
+    given_leaves,
+    is_partial,
+    leaf_dtypes,
+    restore_orbax_item,
+)
 from .v1 import SafetensorsHandler, item_name
 
 
@@ -108,7 +114,7 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         options = settings.current(self.own).read or ReadOptions()
         if loads_orbax_item(directory, lambda: abstract_tree_of(args), mapping, options):
             return restore_orbax_item(directory, args)
-        strict = not is_partial(args)
+        partial = is_partial(args)
         if (
             isinstance(args, ocp.args.StandardRestore)
             and args.item is None
@@ -118,8 +124,8 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
 
         def begin(abstract: Any) -> Callable[[], Any]:
             switch = "`SafetensorsRestore(..., partial_restore=True)`"
-            strict_options = dataclasses.replace(options, strict=strict)
-            return begin_load(directory, abstract, mapping, strict_options, switch)
+            strict = dataclasses.replace(options, strict=not partial)
+            return begin_load(directory, abstract, mapping, strict, partial=partial, switch=switch)
 
         if mapping is not None:  # which says what is cut or padded
             return begin(abstract_tree_of(args))()
@@ -127,7 +133,8 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         with telling_others(directory, LoadRequest(abstract_tree_of(args), None, None, options)):
             is_recorded = (ocp_v1.path.Path(directory) / MANIFEST).exists()
         tree = abstract_tree_of(args, is_recorded=is_recorded)
-        return begin_resized(directory, tree, begin, options=options, loose=loose)()
+        restored = begin_resized(directory, tree, begin, options=options, loose=loose)()
+        return given_leaves(restored, tree, args) if partial else restored
 
     def metadata(self, directory: os.PathLike[str]) -> Any:
         """A `TreeMetadata`, which also serves as the tree to restore."""

@@ -73,6 +73,16 @@ def abstract_tree_of(args: Any, *, is_recorded: bool = False) -> Any:
     return jax.tree.map(lambda leaf: _place(leaf, fallback, layouts), item)
 
 
+def given_leaves(restored: Any, tree: Any, args: Any) -> Any:
+    """The item's own leaves where the `tree` to load, made of it, came back for want of others."""
+    item = _plain(getattr(args, "item", None))
+    if item is None:
+        return restored
+    return jax.tree.map(
+        lambda value, asked, given: given if value is asked else value, restored, tree, item
+    )
+
+
 def restore_orbax_item(directory: str | os.PathLike[str], args: Any) -> Any:
     """Restores an item in Orbax's own format, with Orbax's handler; a mapping does not count."""
     folder = ocp_v1.path.Path(directory)

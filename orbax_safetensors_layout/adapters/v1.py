@@ -137,15 +137,19 @@ def begin_load_v1(
     switch: str | None = None,
 ) -> Callable[[], Callable[[], Any]]:
     """Return `begin_load` for these, or where Orbax's context resizes arrays `begin_resized`."""
-    begin = functools.partial(begin_load, path)
-    resizes = _orbax.get_context().array.loading.enable_padding_and_truncation
+    context = _orbax.get_context()
+    partial = context.pytree.loading.partial_load
+    begin = functools.partial(
+        begin_load, path, mapping=mapping, options=options, partial=partial, switch=switch
+    )
+    resizes = context.array.loading.enable_padding_and_truncation
     if not resizes or mapping is not None or abstract is None:  # a mapping says what is cut
-        return functools.partial(begin, abstract, mapping, options, switch)
+        return functools.partial(begin, abstract)
     return functools.partial(
         begin_resized,
         path,
         abstract,
-        lambda others: begin(others, None, options, switch),
+        begin,
         options=options,
         loose=True,
     )

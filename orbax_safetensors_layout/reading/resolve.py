@@ -314,8 +314,12 @@ def check_holdable(
 
 def _is_left_out(name: str, tree: AbstractTree) -> bool:
     """Whether a tree says so of a leaf, or of what the leaf is in."""
-    with_prefixes = itertools.accumulate(name.split("."), lambda above, part: f"{above}.{part}")
-    return not tree.skipped.isdisjoint(with_prefixes)
+    return not tree.skipped.isdisjoint(prefixes(name))
+
+
+def prefixes(name: str) -> Iterable[str]:
+    """Return the names of what a leaf is in, and its own: `a`, `a.b`, `a.b.c`."""
+    return itertools.accumulate(name.split("."), lambda above, part: f"{above}.{part}")
 
 
 def _refuse_unexpected(catalog: Catalog, names: list[str], tree: AbstractTree) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,12 @@ from absl import logging
 from jax.sharding import Sharding
 
 from orbax_safetensors_layout.catalog import Catalog
-from orbax_safetensors_layout.errors import DtypeMismatchError, MismatchError, ShapeMismatchError
+from orbax_safetensors_layout.errors import (
+    DtypeMismatchError,
+    MismatchError,
+    ShapeMismatchError,
+    listed,
+)
 from orbax_safetensors_layout.format import (
     Leaf,
     TensorLeaf,
@@ -25,7 +31,7 @@ from orbax_safetensors_layout.mapping import Subject, cast_into, check_castable,
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, decode_treedef
 from orbax_safetensors_layout.sharding import decode_sharding, is_abstract, sharding_of
 
-from .resolve import check_placeable, jax_dtype, stored_name
+from .resolve import check_placeable, jax_dtype, prefixes, stored_name
 
 SavedValue = bool | int | float | str
 
@@ -65,15 +71,17 @@ class SavedMetadata:
         named = {name for name, leaf in leaf_names(node) if isinstance(leaf, ValueLeaf)}
         return AbstractTree(values, parsed, named, build)
 
-    def apply_defaults(self, tree: AbstractTree, *, devices: bool) -> AbstractTree:
+    def apply_defaults(self, tree: AbstractTree, *, devices: bool, partial: bool) -> AbstractTree:
         """Return an abstract tree with recorded placements and values in place of defaults.
 
         Leaves whose value is in the manifest become that value; arrays that the tree does not
         place go where they were saved from, if there are such devices. `devices` refuses shardings
-        without devices. Recorded values that do not fit the tree are one `MismatchError`.
+        without devices. With `partial`, leaves that the checkpoint lacks stay as they are given.
+        Recorded values that do not fit the tree are one `MismatchError`.
         """
         given, parsed, skipped = list(tree.leaves), list(tree.parsed), set(tree.skipped)
         problems: list[MismatchError] = []
+        lacking: list[str] = []
         for number, abstract in enumerate(tree.parsed):
             if abstract is None:
                 continue
@@ -90,9 +98,29 @@ class SavedMetadata:
                 except MismatchError as problem:
                     problem.file, problem.tensor = self._catalog.path, abstract.name
                     problems.append(problem)
+            elif partial and self._lacks(name):
+                parsed[number] = None
+                lacking.append(abstract.name)
         if problems:
             raise MismatchError.collect(problems)
+        if lacking:
+            logging.warning(
+                "%s lacks %s of the abstract tree, which comes back as given there.",
+                self._catalog.path,
+                listed(lacking),
+            )
         return tree._replace(leaves=given, parsed=parsed, skipped=skipped)
+
+    def _lacks(self, name: str) -> bool:
+        """Whether there is no tensor of a name, nor below it, nor one that it would be below."""
+        return name not in self._branches and not any(
+            prefix in self._catalog or prefix in self._leaves for prefix in prefixes(name)
+        )
+
+    @functools.cached_property
+    def _branches(self) -> set[str]:
+        names = (*self._catalog.names, *self._leaves)
+        return {prefix for name in names for prefix in prefixes(name)}
 
     def _completed(self, abstract: AbstractLeaf, leaf: TensorLeaf) -> AbstractLeaf:
         """Return an abstract array as it was saved, where the caller leaves that open."""

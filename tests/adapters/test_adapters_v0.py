@@ -172,7 +172,7 @@ def test_placeholders_name_their_tensors(folder, checkpointer):
 def test_missing_tensors_are_named(folder, checkpointer):
     item = {"model.nrom.weight": sharded_abstract()[NORM]}
     with pytest.raises(osl.MissingTensorError, match=r"Tensor 'model\.nrom\.weight' not found"):
-        checkpointer.restore(folder, args=osl.SafetensorsRestore(item, partial_restore=True))
+        checkpointer.restore(folder, args=osl.SafetensorsRestore(item))
 
 
 def test_metadata_describes_and_restores(folder, checkpointer):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 Standard, PyTree = ocp.args.StandardRestore, ocp.args.PyTreeRestore
 SPECS = (P(), P("x"), P("y"), P("x", "y"), P("y", "x"), P(None, "x"), P(("x", "y")))
 EVERYWHERE = NamedSharding(mesh_of(x=4, y=2), P())
+WANTED = jax.ShapeDtypeStruct((4,), np.float32, sharding=EVERYWHERE)
+WANTED_VALUE = np.arange(4.0, dtype=np.float32)
 
 
 def random_state(random: np.random.Generator) -> dict:
@@ -294,6 +297,57 @@ def test_what_the_item_does_not_name_is_refused_whatever_it_is(tmp_path, left_ou
     )
     restored = ours.restore(tmp_path / "ours", args=osl.SafetensorsRestore(item | {left_out: ...}))
     same(restored, item | {left_out: ...})
+
+
+ABSENT = {
+    "leaf": {"a": WANTED, "c": WANTED},
+    "all": {"c": WANTED},
+    "below": {"b": {"w": WANTED, "lora": {"x": WANTED, "y": np.ones(2, np.float32)}}},
+    "values": {"a": WANTED, "c": 5, "s": "text", "t": int, "e": ..., "n": None, "d": {}},
+    "array": {"a": WANTED, "c": jnp.ones(3)},
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_the_checkpoint_lacks_comes_back_as_given_from_a_partial_restore(tmp_path, name):
+    state = {"a": place(WANTED_VALUE, P()), "b": {"w": place(WANTED_VALUE, P()), "n": 3}}
+    item = ABSENT[name]
+    args = jax.tree.map(lambda leaf: ocp.RestoreArgs(), item)
+    asked = [PyTree(item, args, **kind) for kind in ({"partial_restore": True}, {"transforms": {}})]
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    orbaxs = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    for number, checkpointer in enumerate((orbaxs, ours)):
+        checkpointer.save(tmp_path / str(number), args=ocp.args.PyTreeSave(state))
+    for request in asked:
+        pairs = [c.restore(tmp_path / str(n), args=request) for n, c in enumerate((orbaxs, ours))]
+        check_absent(*pairs, item)
+    contexts = [ocp_v1.Context(), osl.context("state"), ocp_v1.Context()]
+    contexts[2].checkpoint_layout = osl.SafetensorsLayout
+    results = []
+    for number, context in enumerate(contexts):
+        context.pytree.loading.partial_load = True
+        with context:
+            ocp_v1.save(tmp_path / f"v1-{number}", state)
+            results.append(ocp_v1.load(tmp_path / f"v1-{number}", item))
+    check_absent(*results[:2], item)
+    check_absent(results[0], results[2], item)
+
+
+def check_absent(orbaxs, ours, item):
+    leaves = [jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None) for tree in (orbaxs, ours)]
+    given = jax.tree.leaves(item, is_leaf=lambda leaf: leaf is None)
+    for of_orbax, of_ours, leaf in zip(*leaves, given, strict=True):
+        assert (of_ours is leaf) == (of_orbax is leaf)
+        if of_ours is not leaf:
+            same(of_ours, of_orbax)
+
+
+@pytest.mark.parametrize("item", [{"b": WANTED}, {"a": {"x": WANTED}}], ids=["above", "below"])
+def test_a_leaf_where_the_checkpoint_has_a_tree_is_not_absent(tmp_path, item):
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    ours.save(tmp_path / "a", args=ocp.args.PyTreeSave({"a": WANTED_VALUE, "b": {"w": 1}}))
+    with pytest.raises(osl.MissingTensorError, match="not found"):
+        ours.restore(tmp_path / "a", args=PyTree(item, transforms={}))
 
 
 def test_what_is_not_cut_or_padded(tmp_path):
