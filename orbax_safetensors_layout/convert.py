@@ -33,6 +33,7 @@ from orbax_safetensors_layout.conversion import (
     conversion_block_bytes,
     mapped_tree,
     plain_tree,
+    renamed,
     rerooted,
     target_expressions,
 )
@@ -210,6 +211,9 @@ def convert(
                 f"quantize is for format 'hf', not for {kind!r}", file=ref.path
             )
         mapping, inverts = _mapping(ref.path, reader.kind, kind, mapping, inverse, dequantize)
+        if mapping is not None and inverts:
+            tree = renamed(tree, mapping.names_of)
+            arrays = arrays_of(tree)
         expressions: dict[str, BoundExpr] = {}
         if mapping is None and quantize is None:
             target_tree = plain_tree(tree)

@@ -31,7 +31,7 @@ def begin_resized(
     `jax.Array`s are cut or filled up with zeros where `strict=False`, or `loose`.
     """
     pairs, treedef = tree_flatten_with_path(abstract)
-    leaves, unboxed = [leaf for _, leaf in pairs], unboxed_names([path for path, _ in pairs])
+    leaves, unboxed = [leaf for _, leaf in pairs], unboxed_names([path for path, _ in pairs], dicts=True)
     numbers = [n for n, leaf in enumerate(leaves) if loose or not getattr(leaf, "strict", True)]
     if not numbers:
         return begin_others(abstract)
@@ -42,7 +42,7 @@ def begin_resized(
     for number in numbers:
         key_path, leaf = pairs[number]
         name = dotted_name(key_path)
-        name = name if name in stored else unboxed[number] or name
+        name = name if name in stored else unboxed[number]
         array = stored.get(name)
         shape: Any = getattr(leaf, "global_shape", None) or getattr(leaf, "shape", None)
         if not isinstance(array, StoredArray) or not _is_resizable(leaf, array, shape):

@@ -23,6 +23,7 @@ from orbax_safetensors_layout.conversion import (
     values_of,
 )
 from orbax_safetensors_layout.errors import MappingError, StorageError, listed
+from orbax_safetensors_layout.format import unboxed_aliases
 from orbax_safetensors_layout.geometry import Box, chunk_parts
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import MIB, OnProgress, Progress, ReadOptions
@@ -46,10 +47,13 @@ class _Source:
     ) -> None:
         tree = rerooted(reader.tree, subtree)
         self.reader = reader
-        self.arrays = arrays_of(tree)
+        arrays, values = arrays_of(tree), values_of(tree)
+        # The other checkpoint may have boxes where this one has none.
+        unboxed = {name: alias for alias, name in unboxed_aliases([*arrays, *values]).items()}
+        self.arrays = {unboxed.get(name, name): array for name, array in arrays.items()}
         self.values: Mapping[str, str] | None = None  # texts beside the arrays, if they are known
         if reader.is_recorded:
-            self.values = {name: repr(value) for name, value in values_of(tree).items()}
+            self.values = {unboxed.get(name, name): repr(value) for name, value in values.items()}
         # The largest block, chunks included.
         self.most_bytes = max(1, options.memory_budget_bytes // CHUNKS_IN_BUDGET)
 

@@ -36,9 +36,11 @@ from orbax_safetensors_layout.format import (
     TensorEntry,
     TensorLeaf,
     header_length,
+    leaf_names,
     leaves,
     parse_header,
     raise_error,
+    unboxed_aliases,
 )
 from orbax_safetensors_layout.geometry import Box
 from orbax_safetensors_layout.options import MIB, CacheFolder, RetryPolicy, storage_profile
@@ -155,6 +157,24 @@ class Catalog:
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
+
+    def stored_name(self, name: str) -> str | None:
+        """Return the name of a tensor, or of a value of the manifest, that a leaf is stored under.
+
+        It may differ by the levels of boxes: `kernel` is found as `kernel.value`, and that as
+        `kernel` where the manifest records a box.
+        """
+        return name if name in self._file_of else self._stored_names.get(name)
+
+    @functools.cached_property
+    def _stored_names(self) -> dict[str, str]:
+        manifest = self.manifest()
+        if manifest is None or manifest.tree is None:
+            return unboxed_aliases(self.names)
+        saved = [name for name, _ in leaf_names(manifest.tree)]
+        boxed = (name for name, _ in leaf_names(manifest.tree, boxes=True))
+        aliases = unboxed_aliases(saved)
+        return aliases | dict(zip(boxed, saved, strict=True)) | dict(zip(saved, saved, strict=True))
 
     def entries(self, names: Iterable[str]) -> dict[str, TensorEntry]:
         """Return the entries of some tensors, in the given order.

@@ -9,6 +9,7 @@ from .checkpoint_reader import (
     arrays_of,
     check_chunks,
     chunk_bytes,
+    renamed,
     rerooted,
     values_of,
 )

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
@@ -34,7 +34,12 @@ from orbax_safetensors_layout.plan import (
     StoredTensors,
     array_sources,
 )
-from orbax_safetensors_layout.pytree import decode_treedef, dotted_name
+from orbax_safetensors_layout.pytree import (
+    ValueBox,
+    decode_treedef,
+    dotted_name,
+    named_leaves,
+)
 from orbax_safetensors_layout.reading import ArrayReader, VerifyingReader, check_holdable
 from orbax_safetensors_layout.storage import RangeReader
 
@@ -59,7 +64,7 @@ class SourceArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def rerooted(tree: Any, subtree: str | None) -> Any:
+def rerooted(tree: Any, subtree: str | None = None) -> Any:
     """Return a source's tree, or the part of this dotted name; arrays are named after it."""
     require(isinstance(subtree, str | None), "subtree", "a dotted name", subtree)
     for key in subtree.split(".") if subtree else ():
@@ -73,15 +78,25 @@ def rerooted(tree: Any, subtree: str | None) -> Any:
                 found=key,
             )
         tree = named[key]
+        if isinstance(tree, ValueBox):
+            tree = tree.value
         if jax.tree_util.all_leaves([tree]):
             tree = {key: tree}  # a tree is a container
 
-    def renamed(path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, SourceArray):
-            return leaf
-        return dataclasses.replace(leaf, name=dotted_name(path) or leaf.stored)
+    return renamed(tree, lambda names: names)
 
-    return jax.tree_util.tree_map_with_path(renamed, tree)
+
+def renamed(tree: Any, names_of: Callable[[Sequence[str]], Sequence[str]]) -> Any:
+    """Return a source's tree whose arrays have the names that `names_of` gives all of its leaves."""
+    pairs, treedef = named_leaves(tree)
+    names = names_of([name for name, _ in pairs])
+    leaves = [
+        dataclasses.replace(leaf, name=name or leaf.stored)
+        if isinstance(leaf, SourceArray)
+        else leaf
+        for name, (_, leaf) in zip(names, pairs, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
 def arrays_of(tree: Any) -> dict[str, SourceArray]:
@@ -92,8 +107,7 @@ def arrays_of(tree: Any) -> dict[str, SourceArray]:
 
 def values_of(tree: Any) -> dict[str, Any]:
     """Return the leaves of a source's tree that are not arrays, by name."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {dotted_name(path): leaf for path, leaf in paths if not isinstance(leaf, SourceArray)}
+    return {name: leaf for name, leaf in named_leaves(tree)[0] if not isinstance(leaf, SourceArray)}
 
 
 class ReadableArrays(NamedTuple):
@@ -233,7 +247,9 @@ class SafetensorsReader:
             names = [leaf.tensor for leaf in leaves(saved) if isinstance(leaf, TensorLeaf)]
             self._catalog.entries(names)  # refuses what is not there
             tree = decode_treedef(
-                saved, lambda leaf: leaf.value if isinstance(leaf, ValueLeaf) else self._array(leaf)
+                saved,
+                lambda leaf: leaf.value if isinstance(leaf, ValueLeaf) else self._array(leaf),
+                ValueBox,
             )
             try:
                 jax.tree.structure(tree)

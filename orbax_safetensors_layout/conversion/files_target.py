@@ -102,6 +102,9 @@ class FilesTarget:
         self._written: set[str] = set()  # files, since the last flush
         self._lock = threading.Lock()
 
+    def stored_name(self, leaf: TargetArray) -> str:
+        return leaf.name
+
     def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
         """Return rows of each box."""
         dtype = self._dtypes[leaf.name]

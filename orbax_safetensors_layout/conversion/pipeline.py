@@ -226,11 +226,12 @@ class Conversion:
             contextlib.closing(self.reopen(self._finished)) as written,
             self._share(self._groups, processes, "verifying") as (groups, report),
         ):
-            arrays = arrays_of(written.tree)
+            arrays = {array.stored: array for array in arrays_of(written.tree).values()}
+            place = self.target.stored_name
             for group in groups:
                 processes.check("verifying what was written")
                 blocks = (
-                    (batch, written.read([(arrays[leaf.name], box) for leaf, box in batch]))
+                    (batch, written.read([(arrays[place(leaf)], box) for leaf, box in batch]))
                     for batch in region_batches(group.regions, self.block_bytes)
                 )
                 digests = _digests(blocks, report)

@@ -63,6 +63,9 @@ class Target(Protocol):
     leaves: Sequence[TargetArray]
     written: RangeChecksums | None  # what `write` adds to, for `commit`; None without checksums
 
+    def stored_name(self, leaf: TargetArray) -> str:
+        """Return the name under which the checkpoint stores an array."""
+
     def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
         """Return the regions in which an array is written; together all of it."""
 

@@ -76,5 +76,6 @@ from .tree import (
     TensorLeaf,
     ValueLeaf,
     leaf_names,
+    unboxed_aliases,
     leaves,
 )

@@ -4,7 +4,7 @@ As JSON it is a flat array: each node is followed by its children, one after the
 So the nesting of the JSON does not grow with the tree's, and neither way recurses.
 
     {"dict": ["params", "step"]}, {"tuple": 2}, {"tensor": "params.0", "sharding": 0}, null,
-    {"value": 7}
+    {"box": 1}, {"value": 7}
 
 Keys and values are JSON's own where JSON has them exactly, else an object: `{"float": "nan"}`,
 `{"int": "0x10000000000000000"}`, `{"str": HEX}` for text that is not Unicode, `{"tuple": [...]}`.
@@ -16,7 +16,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 from .dtypes import ONE_A_BYTE
@@ -64,11 +64,11 @@ _TENSOR_FIELDS = frozenset(TensorLeaf._fields)
 class Container:
     """An inner node of the tree; a `node` is any registered pytree node without its own kind."""
 
-    kind: ContainerKind  # a `box` has the one attribute `value`, as `nnx.Variable`
+    kind: ContainerKind  # a `box` has the one attribute `value`, as `nnx.Variable` has
     children: tuple[Node, ...] = ()  # in the order of the container, for dicts that of insertion
-    # Keys of a dict, a namedtuple (its fields) or a `node`; without them children are counted.
+    # Keys of a dict, a namedtuple (its fields), box or `node`; else children are counted.
     keys: tuple[Key, ...] = ()
-    type: str | None = None  # `module:qualname` of a namedtuple, box or node
+    type: str | None = None  # `module:qualname` of a namedtuple or node
 
     @property
     def labels(self) -> tuple[Key, ...]:
@@ -90,20 +90,49 @@ def leaves(node: Node) -> Iterator[Leaf]:
             yield top
 
 
-def leaf_names(node: Node) -> Iterator[tuple[str, Leaf]]:
-    """Yields leaves with their dotted names, to which a box adds nothing (`unboxed_names`)."""
+def leaf_names(node: Node, *, boxes: bool = False) -> Iterator[tuple[str, Leaf]]:
+    """Yields leaves with their dotted names, which have the levels of boxes only with `boxes`.
+
+    A box that is the whole tree is named nevertheless: a leaf needs a name.
+    """
     stack: list[tuple[str | None, Node]] = [(None, node)]
     while stack:
         name, top = stack.pop()
         if not isinstance(top, Container):
             yield name or "", top
             continue
-        if name is not None and top.kind == "box" and not isinstance(top.children[0], Container):
-            yield name, top.children[0]
+        if name is not None and top.kind == "box" and not boxes:
+            stack.append((name, top.children[0]))
             continue
         prefix = "" if name is None else f"{name}."
         names = [f"{prefix}{label}" for label in reversed(top.labels)]
         stack.extend(zip(names, reversed(top.children), strict=True))
+
+
+def unboxed_aliases(names: Iterable[str]) -> dict[str, str]:
+    """Return names by what they are without levels that hold nothing but `value`.
+
+    Names that have no such level are left out.
+    """
+    paths = [name.split(".") for name in names]
+    levels = {
+        (*path[:depth],)
+        for path in paths
+        for depth in range(1, len(path))
+        if path[depth] == "value"
+    }
+    for path in paths if levels else ():
+        for depth in range(1, len(path) + 1):
+            if path[depth : depth + 1] != ["value"]:
+                levels.discard((*path[:depth],))
+    if not levels:
+        return {}
+    aliases = {}
+    for path in paths:
+        kept = [key for depth, key in enumerate(path) if (*path[:depth],) not in levels]
+        if len(kept) < len(path):
+            aliases[".".join(kept)] = ".".join(path)
+    return aliases
 
 
 def dump_tree(root: Node) -> list[object]:
@@ -132,10 +161,8 @@ def _dump_node(node: Node) -> object:
         return None
     if node.kind in ("dict", "ordered_dict"):
         return {node.kind: [_dump_scalar(key) for key in node.keys]}
-    if node.kind in ("list", "tuple"):
+    if node.kind in ("list", "tuple", "box"):
         return {node.kind: len(node.children)}
-    if node.kind == "box":
-        return {"box": node.type}
     if node.kind == "namedtuple":
         return {"namedtuple": node.type, "fields": node.keys}
     if node.children and not node.keys:
@@ -219,7 +246,9 @@ class _NodeParser:
             self._refuse_repeated(names)
             return Container(kind, (), names, self._type(fields[kind])), len(names)
         if kind == "box":
-            return Container(kind, (), ("value",), self._type(fields[kind])), 1
+            if fields[kind] != 1:
+                schema.raise_error("malformed box", "one child", short_repr(fields[kind]))
+            return Container(kind, (), ("value",)), 1
         if kind == "node":
             type_ = self._type(fields[kind])
             if "length" in fields:

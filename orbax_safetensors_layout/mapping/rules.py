@@ -33,7 +33,7 @@ from .expr.overlaid import Overlaid
 from .expr.values import Scale
 from .inverse.inference import LIKE, Extent, InferredTensor
 from .inverse.invert import invert
-from .matching import LeafShapes, Rule, RuleTarget, match_rules
+from .matching import LeafShapes, Rule, RuleTarget, match_rules, names_by_rules
 from .names import WILDCARD, NameTree, Shapes, TensorSpec, TensorSpecs, substitute
 from .problems import Problem, mapping_error, problems_of, within
 
@@ -177,6 +177,10 @@ class Mapping:
         """Return the leaves that a checkpoint of tensors `names` gives, or that take no tensor."""
         return self.match(names).given()
 
+    def names_of(self, names: Iterable[str]) -> list[str]:
+        """Return the names that the rules have for leaves: with or without the level of a box."""
+        return names_by_rules(self.rules, names)
+
     def leaf_facts(self, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
         """Return shape and dtype of the leaves that a checkpoint gives, by dotted name."""
         return self.bind(checkpoint).specs()
@@ -198,7 +202,8 @@ class Mapping:
         if abstract is not None and not _are_shapes(abstract):
             from orbax_safetensors_layout.pytree import leaf_shapes
 
-            abstract = leaf_shapes(abstract)
+            shapes = leaf_shapes(abstract)
+            abstract = dict(zip(self.names_of(shapes), shapes.values(), strict=True))
         bound = self.bind(checkpoint, abstract)
         try:
             self.inverse().bind(bound.specs(), is_part=True)

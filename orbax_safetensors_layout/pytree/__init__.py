@@ -14,4 +14,4 @@ from .abstract import (
     named_leaves,
 )
 from .keys import dotted_name, dotted_names, nested_dicts, unboxed_names
-from .treedef import decode_treedef, encode_treedef
+from .treedef import ValueBox, decode_treedef, encode_treedef

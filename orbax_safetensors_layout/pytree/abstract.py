@@ -27,7 +27,7 @@ class AbstractLeaf(NamedTuple):
     """A leaf that the caller asks for; None takes the file's shape and dtype."""
 
     name: str  # the dotted key path
-    unboxed: str | None = None  # the same without a flax box around the leaf, if there is one
+    unboxed: str | None = None  # the same without the levels of boxes, if there are any
     shape: tuple[int, ...] | None = None
     dtype: np.dtype | None = None
     placement: Placement | None = None  # None for a host value
@@ -60,7 +60,7 @@ class AbstractTree(NamedTuple):
 
     leaves: list[Any]
     parsed: list[AbstractLeaf | None]  # the parsed leaves; None for one that is left out
-    skipped: set[str]  # names of those that are, with and without a flax box, and of no tensors
+    skipped: set[str]  # names of those that are, with and without boxes, and of no tensors
     build: Callable[[Sequence[Any]], Any]  # makes the tree of values
 
     @classmethod
@@ -75,20 +75,20 @@ class AbstractTree(NamedTuple):
         if isinstance(abstract, cls):
             return abstract
         paths, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-        unboxed = unboxed_names([path for path, _ in paths])
+        names = [dotted_name(path) for path, _ in paths]
+        without = unboxed_names([path for path, _ in paths], dicts=True)
+        pairs = zip(names, without, strict=True)
+        unboxed = [None if name == other else other for name, other in pairs]
         parsed = [
-            None if leaf is ... else _parse_leaf(dotted_name(path), name, leaf)
-            for name, (path, leaf) in zip(unboxed, paths, strict=True)
+            None if leaf is ... else _parse_leaf(name, other, leaf)
+            for name, other, (_, leaf) in zip(names, unboxed, paths, strict=True)
         ]
         plain = {leaf.name for leaf in parsed if leaf is not None and leaf.unboxed is None}
         for number, leaf in enumerate(parsed):  # a box's "a.value" may be the name of another leaf
             if leaf is not None and leaf.unboxed is not None and leaf.name in plain:
                 parsed[number] = leaf._replace(name=leaf.unboxed)
-        left_out = [
-            (name, path) for name, (path, leaf) in zip(unboxed, paths, strict=True) if leaf is ...
-        ]
-        skipped = {name for name, _ in left_out if name}
-        skipped |= {dotted_name(path) for _, path in left_out}
+        left_out = [n for n, leaf in enumerate(parsed) if leaf is None]
+        skipped = {name for n in left_out for name in (names[n], without[n])}
         build = functools.partial(jax.tree_util.tree_unflatten, treedef)
         return cls([leaf for _, leaf in paths], parsed, skipped, build)
 

@@ -35,30 +35,41 @@ def nested_dicts(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def unboxed_names(paths: Sequence[Sequence[object]]) -> list[str | None]:
-    """Return the names of a tree's leaves without their flax boxes; None for one that has none.
+def is_attribute_value(key: object) -> bool:
+    """Whether a key of a key path is the attribute `value`, as that of a box."""
+    return getattr(key, "name", None) == "value"
 
-    A box (`nnx.Variable`) has one leaf, its `value`; other nodes may have a `value` among others.
+
+def unboxed_names(paths: Sequence[Sequence[Any]], *, dicts: bool = False) -> list[str]:
+    """Return the dotted names of a tree's leaves without the levels of its boxes.
+
+    A box (`nnx.Variable`) has one child, its attribute `value`; other nodes may have a `value`
+    among others. With `dicts` a dict of one leaf, its key "value", is a box, too: so Orbax stores
+    boxes.
     """
 
-    def is_below(number: int, node: Sequence[object]) -> bool:
-        return number < len(paths) and [*paths[number][: len(node)]] == [*node]
+    def is_level(path: Sequence[Any], depth: int) -> bool:
+        is_last = dicts and depth == len(path) - 1
+        return is_attribute_value(path[depth]) or (is_last and component(path[depth]) == "value")
 
-    names: list[str | None] = []
-    for number, path in enumerate(paths):
-        is_boxed = len(path) > 1 and getattr(path[-1], "name", None) == "value"
-        if is_boxed:  # leaves of a node follow each other
-            node = path[:-1]
-            is_boxed = not (number and is_below(number - 1, node)) and not is_below(
-                number + 1, node
-            )
-        names.append(dotted_name(path[:-1]) if is_boxed else None)
-    return names
-
-
-def dotted_names(paths: Sequence[Sequence[object]]) -> list[str]:
-    """Return the dotted names of a tree's leaves, to which a flax box adds nothing."""
+    boxes = {
+        (*path[:depth],)
+        for path in paths
+        for depth in range(1, len(path))
+        if is_level(path, depth)
+    }
+    for path in paths if boxes else ():
+        for depth in range(1, len(path)):
+            if not is_level(path, depth):
+                boxes.discard((*path[:depth],))  # it has another child
     return [
-        unboxed or dotted_name(path)
-        for path, unboxed in zip(paths, unboxed_names(paths), strict=True)
+        dotted_name([key for depth, key in enumerate(path) if (*path[:depth],) not in boxes])
+        if boxes
+        else dotted_name(path)
+        for path in paths
     ]
+
+
+def dotted_names(paths: Sequence[Sequence[Any]]) -> list[str]:
+    """Return the dotted names of a tree's leaves, as they are saved."""
+    return unboxed_names(paths)

@@ -1,8 +1,14 @@
-"""Encodes a pytree's structure as data, and decodes it into trees."""
+"""Encodes a pytree's structure as data, and decodes it into trees.
+
+A box is a node with the one attribute `value`, such as `nnx.Variable` or `linen.Partitioned`. The
+structure records it, and names have nothing of it. A decoded tree has `{"value": ...}` in its
+place, as Orbax stores it.
+"""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import keyword
 import sys
@@ -14,9 +20,19 @@ import jax
 
 from orbax_safetensors_layout.format import MAX_DEPTH, Container, Key, Leaf, Node
 
-from .keys import component
+from .keys import component, is_attribute_value
 
 KeyPath = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueBox:
+    """A box whose own class is not known."""
+
+    value: Any
+
+
+jax.tree_util.register_dataclass(ValueBox, data_fields=["value"], meta_fields=[])
 
 
 def encode_treedef(tree: Any, leaf: Callable[[KeyPath, Any], Leaf]) -> Node:
@@ -43,10 +59,8 @@ class _Encoder:
             return Container("none")
         if _is_box(value, entries):
             ((key, child),) = entries
-            if not path or self._children(child) is not None:
-                path = (*path, key)
-            inner = self.node(path, child, depth + 1)
-            return Container("box", (inner,), ("value",), _type_name(type(value)))
+            inner = self.node(path or (key,), child, depth + 1)
+            return Container("box", (inner,), ("value",))
         leaf_types = self._leaf_types
         nodes: list[Node] = []
         for key, child in entries:
@@ -99,12 +113,8 @@ def _is_namedtuple(value: Any, entries: list[tuple[Any, Any]]) -> bool:
 
 
 def _is_box(value: Any, entries: list[tuple[Any, Any]]) -> bool:
-    """Whether `unboxed_names` looks through a node."""
-    return (
-        len(entries) == 1
-        and getattr(entries[0][0], "name", None) == "value"
-        and not isinstance(value, tuple)
-    )
+    """Whether names have nothing of a node."""
+    return len(entries) == 1 and is_attribute_value(entries[0][0]) and not isinstance(value, tuple)
 
 
 def _keys(path: KeyPath, entries: list[tuple[Any, Any]]) -> tuple[Key, ...]:
@@ -129,27 +139,29 @@ def _type_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def decode_treedef(node: Node, value: Callable[[Leaf], Any]) -> Any:
-    """Return a tree with the structure that `encode_treedef` found.
+def decode_treedef(
+    node: Node,
+    value: Callable[[Leaf], Any],
+    box: Callable[[Any], Any] = lambda value: {"value": value},
+) -> Any:
+    """Return a tree with the structure that `encode_treedef` found; `box` makes its boxes.
 
     Nothing that a file names is imported: a named tuple has its own class if that is loaded, else
-    one with the same name and fields. Other nodes are reduced to their children: a box to its
-    value, one with attributes or keys, such as a flax `TrainState`, to a dict.
+    one with the same name and fields. Other nodes with attributes or keys, such as a flax
+    `TrainState`, become dicts.
     """
     if not isinstance(node, Container):
         return value(node)
     parts = []
     for child in node.children:  # no comprehension: it would take a second frame for each level
-        parts.append(decode_treedef(child, value))
-    return _assemble(node, parts)
+        parts.append(decode_treedef(child, value, box))
+    return box(parts[0]) if node.kind == "box" else _assemble(node, parts)
 
 
 def _assemble(node: Container, parts: list[Any]) -> Any:
     match node.kind:
         case "none":
             return None
-        case "box":
-            return parts[0]
         case "tuple":
             return tuple(parts)
         case "ordered_dict":

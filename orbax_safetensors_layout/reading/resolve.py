@@ -113,7 +113,7 @@ def resolve_leaves(
                 _check_shape(abstract, source)
                 if abstract.key_impl is not None:
                     prng.keys_of(
-                        shape, asked, abstract.key_impl, file=source.file, tensor=abstract.name
+                        shape, asked, abstract.key_impl, file=source.file, tensor=name
                     )
                 check_placeable(abstract, devices)
                 if abstract.placement is None:
@@ -125,7 +125,7 @@ def resolve_leaves(
                     local = shards.boxes(sharding_of(abstract.placement), shape)
                 fit = fits[key] = local, dtype, dtype != asked
             except MismatchError as problem:
-                problem.file, problem.tensor = source.file, abstract.name
+                problem.file, problem.tensor = source.file, name
                 problems.append(problem)
                 continue
         leaves.append(ResolvedLeaf(len(leaves), abstract, ArrayRegion(name, source, *fit)))
@@ -143,6 +143,9 @@ def source_leaves(
     not name. A mapping says itself which tensors may be left.
     """
     parsed = [abstract for abstract in tree.parsed if abstract is not None]
+    if tree.skipped:
+        stored = {catalog.stored_name(name) or name for name in tree.skipped}
+        tree = tree._replace(skipped=tree.skipped | stored)
     if mapping is None:
         names = [stored_name(catalog, abstract) for abstract in parsed]
         try:
@@ -159,7 +162,7 @@ def source_leaves(
             catalog.refuse_unlisted(functools.partial(_is_left_out, tree=tree))
     else:
         check_mapping(mapping)
-        names = [abstract.unboxed or abstract.name for abstract in parsed]
+        names = mapping.names_of([abstract.unboxed or abstract.name for abstract in parsed])
         shapes: dict[str, tuple[int, ...] | None] = {
             leaf: None
             for leaf in (mapping.leaf_names(catalog.names) if tree.skipped else ())
@@ -226,9 +229,9 @@ def _prefix_hint(stored: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def stored_name(catalog: Catalog, abstract: AbstractLeaf) -> str:
-    """The name of a leaf's tensor: that of the leaf, or of what is in its flax box."""
-    name, unboxed = abstract.name, abstract.unboxed
-    return name if unboxed is None or name in catalog else unboxed
+    """Return the name that a leaf is stored under, with or without the levels of its boxes."""
+    name, unboxed = abstract.name, abstract.unboxed or abstract.name
+    return catalog.stored_name(name) or catalog.stored_name(unboxed) or unboxed
 
 
 def _check_shape(abstract: AbstractLeaf, source: ArraySource) -> None:

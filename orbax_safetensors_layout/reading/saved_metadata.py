@@ -86,7 +86,7 @@ class SavedMetadata:
             if abstract is None:
                 continue
             name = stored_name(self._catalog, abstract)
-            leaf = self._leaves.get(name) or self._leaves.get(abstract.name)
+            leaf = self._leaves.get(name)
             if isinstance(leaf, TensorLeaf):
                 parsed[number] = self._completed(abstract, leaf)
             elif isinstance(leaf, ValueLeaf):
@@ -96,7 +96,7 @@ class SavedMetadata:
                     parsed[number] = None
                     skipped |= {name, abstract.name}
                 except MismatchError as problem:
-                    problem.file, problem.tensor = self._catalog.path, abstract.name
+                    problem.file, problem.tensor = self._catalog.path, name
                     problems.append(problem)
             elif partial and self._lacks(name):
                 parsed[number] = None

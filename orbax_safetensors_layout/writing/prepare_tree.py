@@ -98,7 +98,14 @@ class PreparedTree(NamedTuple):
             )
         if isinstance(node, Container) and not node.children:
             raise InvalidArgumentError("Found an empty tree; there is nothing to save.")
-        return cls(parser.leaves, parser.values, node, tuple(parser.table.records))
+        leaves = parser.leaves
+        if mapping is not None:
+            names = mapping.names_of(written.tensor.name for written in leaves)
+            leaves = [
+                written._replace(tensor=written.tensor._replace(name=name))
+                for name, written in zip(names, leaves, strict=True)
+            ]
+        return cls(leaves, parser.values, node, tuple(parser.table.records))
 
     def plan(
         self, mapping: LeafMapping | None, options: WriteOptions, shards: ProcessShards

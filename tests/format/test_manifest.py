@@ -42,7 +42,7 @@ TREE = Container(
     (
         TensorLeaf("w", sharding=0),
         Container("namedtuple", (TensorLeaf("mu", "key", None, 1, "rbg"),), ("mu",), "m:State"),
-        Container("box", (TensorLeaf("b", "numpy", "int4"),), ("value",), "m:Param"),
+        Container("box", (TensorLeaf("b", "numpy", "int4"),), ("value",)),
         Container("node", (ValueLeaf(1), ValueLeaf("x")), (), "m:Numbered"),
         Container("node", (ValueLeaf(2.5),), ("a",), "m:Named"),
         Container("node", (), (), "m:Empty"),
@@ -262,7 +262,7 @@ def test_an_unknown_kind_of_node(node: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "nodes", ["[]", '[{"list": 1}]', '[{"list": 99999999999}, null]', '[{"box": "m:B"}]']
+    "nodes", ["[]", '[{"list": 1}]', '[{"list": 99999999999}, null]', '[{"box": 1}]']
 )
 def test_a_tree_that_ends_too_early(nodes: str) -> None:
     assert "the tree ends before" in str(refused_tree(nodes))
@@ -332,7 +332,8 @@ def test_a_value_that_only_a_key_can_have(value: str) -> None:
         ('{"namedtuple": 1, "fields": []}', "malformed type"),
         ('{"namedtuple": "m:N"}', "malformed fields"),
         ('{"namedtuple": "m:N", "fields": [1]}', "malformed fields"),
-        ('{"box": null}', "malformed type"),
+        ('{"box": null}', "malformed box"),
+        ('{"box": 2}', "malformed box"),
         ('{"node": ["m:N"], "length": 0}', "malformed type"),
     ],
 )
@@ -582,7 +583,7 @@ def test_92_000_leaves(boxed: bool) -> None:
         TensorLeaf(name, "jax", None, number % 3) for number, name in enumerate(names)
     ]
     if boxed:
-        children = [Container("box", (leaf,), ("value",), "m:Param") for leaf in children]
+        children = [Container("box", (leaf,), ("value",)) for leaf in children]
     classes = tuple(
         tuple(
             StoredBox(

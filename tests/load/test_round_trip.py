@@ -65,7 +65,7 @@ def test_an_nnx_state(tmp_path):
     osl.save(tmp_path, state)
     assert set(osl.metadata(tmp_path)) == {"bias", "kernel"}
     same(osl.load(tmp_path, jax.eval_shape(lambda: state)), state)
-    assert_same_bits(osl.load(tmp_path)["kernel"], np.asarray(state["kernel"][...]))
+    assert_same_bits(osl.load(tmp_path)["kernel"]["value"], np.asarray(state["kernel"][...]))
 
 
 def test_partitioned_boxes(tmp_path):

@@ -229,17 +229,17 @@ def test_boxes_have_the_name_that_loading_looks_for() -> None:
         "g": nn.Partitioned(None, names=()),
     }
     node = encode_treedef(tree, lambda path, value: TensorLeaf(dotted_name(path)))
-    names = ["a", "b.value.c", "d.value", "d.other", "e.value", "f.value"]
+    names = ["a", "b.c", "d.value", "d.other", "e", "f.value"]
     assert [leaf.tensor for leaf in leaves(node)] == names
     assert [name for name, _ in leaf_names(node)] == names
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     assert dotted_names(paths) == names
 
 
-def test_a_box_becomes_its_value() -> None:
+def test_a_box_becomes_what_orbax_makes_of_it() -> None:
     tree = {"a": nn.Partitioned(1.0, names=("x",)), "g": nn.Partitioned(None, names=())}
-    assert round_trip(tree) == {"a": 1.0, "g": None}
-    assert round_trip(nn.Partitioned(2.0, names=())) == 2.0
+    assert round_trip(tree) == {"a": {"value": 1.0}, "g": {"value": None}}
+    assert round_trip(nn.Partitioned(2.0, names=())) == {"value": 2.0}
     assert [name for name, _ in leaf_names(encode_treedef(nnx.Param(1.0), _value))] == ["value"]
 
 
@@ -287,12 +287,12 @@ class Model(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
 
-def test_nnx_state_becomes_a_dict_of_values() -> None:
+def test_nnx_state_becomes_a_dict_of_boxes() -> None:
     state = nnx.state(Model(nnx.Rngs(0)))
     restored = round_trip(state)
     assert set(restored) == {"first", "dropout"}
     assert set(restored["first"]) == {"kernel", "bias"}
-    assert restored["first"]["kernel"].shape == (2, 3)
+    assert restored["first"]["kernel"]["value"].shape == (2, 3)
     assert all(
         first is second
         for first, second in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)

@@ -19,12 +19,13 @@ import tensorstore as ts
 from orbax_safetensors_layout.conversion import (
     ReadableArrays,
     SourceArray,
+    rerooted,
 )
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
 from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.pytree import prng
+from orbax_safetensors_layout.pytree import ValueBox, prng
 from orbax_safetensors_layout.reading import VerifyingReader
 from orbax_safetensors_layout.storage import FULL
 
@@ -67,7 +68,7 @@ class OrbaxReader:
             raise FormatError(
                 "Orbax cannot read its own metadata", file=path, found=repr(error)
             ) from error
-        self.tree = jax.tree.map(_source_leaf, tree)
+        self.tree = rerooted(jax.tree.map(_source_leaf, tree, is_leaf=_is_box))
         errors = [
             storage_error("the array cannot be opened", path, name, problem)
             for name, problem in sorted(problems.items())
@@ -179,7 +180,16 @@ def type_handler_registry(handlers: dict[Any, Any]) -> Any:
     )
 
 
+def _is_box(node: Any) -> bool:
+    """Whether a node is a box around a leaf, or around such a box: Orbax stores boxes as dicts."""
+    if not (isinstance(node, dict) and node.keys() == {"value"}):
+        return False
+    return jax.tree_util.all_leaves([node["value"]]) or _is_box(node["value"])
+
+
 def _source_leaf(leaf: Any) -> Any:
+    if _is_box(leaf):
+        return ValueBox(_source_leaf(leaf["value"]))
     if leaf is _UNOPENED:
         return None
     return leaf.item() if isinstance(leaf, np.generic) else leaf

@@ -74,6 +74,10 @@ class OrbaxTarget:
             for array in streamed
         ]
         self._tree = jax.tree.map(lambda leaf: _with_keys(leaf, source, arrays), tree)
+        paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+        self._orbaxs_names = {
+            leaf.name: dotted_name(path) for path, leaf in paths if isinstance(leaf, TargetArray)
+        }
         self._use_ocdbt = options.use_ocdbt
         self._zarr_options = {
             "use_zarr3": options.use_zarr3,
@@ -96,7 +100,7 @@ class OrbaxTarget:
             raise SafetensorsLayoutError(
                 f"Orbax stores no empty arrays: {listed(map(repr, empty))}", tensor=empty[0]
             )
-        names = [leaf.name for leaf in self.leaves if not _is_folder_name(leaf.name)]
+        names = [name for name in self._orbaxs_names.values() if not _is_folder_name(name)]
         if names and not self._use_ocdbt:  # each array is a folder of its name
             raise SafetensorsLayoutError(
                 f"arrays cannot have folders of these names: {listed(map(repr, names))}",
@@ -130,7 +134,7 @@ class OrbaxTarget:
         shard, most_bytes = self._shards[leaf.name], self._most_chunk_bytes
         nbytes = math.prod(shard) * leaf.dtype.itemsize
         info = _handlers.ParamInfo(
-            name=leaf.name,
+            name=self.stored_name(leaf),
             parent_dir=ocp_v1.path.Path(folder),
             is_ocdbt_checkpoint=self._use_ocdbt,
             ts_context=self._context,
@@ -147,6 +151,9 @@ class OrbaxTarget:
             arg=ocp.SaveArgs(chunk_byte_size=most_bytes if nbytes > most_bytes else None),
         )
         return spec
+
+    def stored_name(self, leaf: TargetArray) -> str:
+        return self._orbaxs_names[leaf.name]  # which has the levels of boxes
 
     def regions(self, leaf: TargetArray, most_bytes: int) -> list[LeafRegion]:
         chunk = self._chunk(leaf)
@@ -201,7 +208,7 @@ class OrbaxTarget:
                 primary_host=process, active_processes={process}
             )
         handler: Any = ocp.PyTreeCheckpointHandler(
-            type_handler_registry=type_handler_registry({TargetArray: _Adopting(self._written)}),
+            type_handler_registry=type_handler_registry({TargetArray: _Adopting(self._written, self._orbaxs_names)}),
             multiprocessing_options=alone,
             use_ocdbt=self._use_ocdbt,
             **self._zarr_options,
@@ -218,14 +225,15 @@ class OrbaxTarget:
 class _Adopting(_NumpyHandler):
     """Adopts files that are already written, in place of writing arrays."""
 
-    def __init__(self, written: str) -> None:
+    def __init__(self, written: str, names: Mapping[str, str]) -> None:
         super().__init__()
         self._written = written
+        self._names = names
 
     async def serialize(
         self, values: Sequence[TargetArray], infos: Sequence[Any], args: Any = None
     ) -> list[Any]:
-        names = [value.name for value in values]
+        names = [self._names[value.name] for value in values]
         orbaxs_names = [info.name for info in infos]
         if names != orbaxs_names:
             raise SafetensorsLayoutError(

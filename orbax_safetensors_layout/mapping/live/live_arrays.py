@@ -222,7 +222,7 @@ def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
         names = [name for group in groups for name in group.results]
         placements: dict[str, Placement | None] = dict.fromkeys(names, shardings)
         return nested_dicts(_all_values(groups, arrays, placements, donate))
-    asked, build = _asked_leaves(shardings)
+    asked, build = _asked_leaves(mapping, shardings)
     requests = tuple((name, leaf.shape, leaf.dtype) for name, leaf in asked.items())
     groups = _planned(mapping, specs, requests, _is_x64())
     placements = {name: leaf.placement for name, leaf in asked.items()}
@@ -232,7 +232,7 @@ def apply(mapping: Any, tensors: Any, shardings: Any, *, donate: bool) -> Any:
 
 def unapply(mapping: Any, tree: Any, shardings: Any, *, donate: bool) -> dict[str, Any]:
     """See `Mapping.unapply`."""
-    arrays = _leaves_by_name(tree)
+    arrays = _leaves_by_name(mapping, tree)
     groups = _inverse_planned(mapping, _specs(arrays), _is_x64())
     names = [name for group in groups for name in group.results]
     if shardings is None or _is_placement(shardings):
@@ -292,13 +292,13 @@ class LiveTensors(NamedTuple):
 
 def unapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
     """Return the tensors of a tree, those that are made of the same leaves together."""
-    arrays = _leaves_by_name(tree)
+    arrays = _leaves_by_name(mapping, tree)
     return [LiveTensors(arrays, (g,)) for g in _inverse_planned(mapping, _specs(arrays), _is_x64())]
 
 
 def reapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
     """Return as `unapplied` does tensors that have no leaf in common, and the way back."""
-    arrays = _leaves_by_name(tree)
+    arrays = _leaves_by_name(mapping, tree)
     specs = _specs(arrays)
     saves = _inverse_planned(mapping, specs, _is_x64())
     asked = tuple((name, spec.shape, spec.dtype) for name, spec in specs)
@@ -325,9 +325,16 @@ def _result_specs(groups: Iterable[_ArrayGroup]) -> dict[str, TensorSpec]:
     }
 
 
-def _leaves_by_name(tree: Any) -> dict[str, Any]:
+def _leaves_of(mapping: Any, tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Return the leaves of a tree by the names that a mapping has for them, and its treedef."""
+    leaves, treedef = named_leaves(tree)
+    names = mapping.names_of(name for name, _ in leaves)
+    return [(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)], treedef
+
+
+def _leaves_by_name(mapping: Any, tree: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
-    for name, leaf in named_leaves(tree)[0]:
+    for name, leaf in _leaves_of(mapping, tree)[0]:
         if name in named:
             raise MappingError(
                 "two leaves have one name",
@@ -342,8 +349,10 @@ def _is_placement(value: Any) -> bool:
     return isinstance(value, Sharding | Format)
 
 
-def _asked_leaves(tree: Any) -> tuple[dict[str, _AskedLeaf], Callable[[Iterable[Any]], Any]]:
-    leaves, treedef = named_leaves(tree)
+def _asked_leaves(
+    mapping: Any, tree: Any
+) -> tuple[dict[str, _AskedLeaf], Callable[[Iterable[Any]], Any]]:
+    leaves, treedef = _leaves_of(mapping, tree)
     asked: dict[str, _AskedLeaf] = {}
     for name, leaf in leaves:
         if _is_placement(leaf):
