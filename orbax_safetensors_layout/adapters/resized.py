@@ -31,7 +31,10 @@ def begin_resized(
     `jax.Array`s are cut or filled up with zeros where `strict=False`, or `loose`.
     """
     pairs, treedef = tree_flatten_with_path(abstract)
-    leaves, unboxed = [leaf for _, leaf in pairs], unboxed_names([path for path, _ in pairs], dicts=True)
+    leaves, unboxed = (
+        [leaf for _, leaf in pairs],
+        unboxed_names([path for path, _ in pairs], dicts=True),
+    )
     numbers = [n for n, leaf in enumerate(leaves) if loose or not getattr(leaf, "strict", True)]
     if not numbers:
         return begin_others(abstract)

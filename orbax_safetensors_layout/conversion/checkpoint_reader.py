@@ -87,7 +87,7 @@ def rerooted(tree: Any, subtree: str | None = None) -> Any:
 
 
 def renamed(tree: Any, names_of: Callable[[Sequence[str]], Sequence[str]]) -> Any:
-    """Return a source's tree whose arrays have the names that `names_of` gives all of its leaves."""
+    """Return a source's tree whose arrays have the names that `names_of` gives its leaves."""
     pairs, treedef = named_leaves(tree)
     names = names_of([name for name, _ in pairs])
     leaves = [

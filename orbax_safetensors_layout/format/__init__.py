@@ -76,6 +76,6 @@ from .tree import (
     TensorLeaf,
     ValueLeaf,
     leaf_names,
-    unboxed_aliases,
     leaves,
+    unboxed_aliases,
 )

@@ -122,16 +122,16 @@ def rule(
 def names_by_rules(rules: Sequence[Rule], names: Iterable[str]) -> list[str]:
     """Return names of leaves as rules have them, which may have the level of a box, or lack it."""
 
-    def made(names: Iterable[str]) -> set[str]:
+    def matched(names: Iterable[str]) -> set[str]:
         tree = NameTree(names)
         return {name for rule in rules for name, _ in tree.match(rule.target)}
 
     names = list(names)
-    left = set(names) - made(names)
+    left = set(names) - matched(names)
     others = {
         other: name for name in left for other in (f"{name}.value", name.removesuffix(".value"))
     }
-    renamed = {others[other]: other for other in made(others.keys() - names)}
+    renamed = {others[other]: other for other in matched(others.keys() - names)}
     return [renamed.get(name, name) for name in names]
 
 

@@ -53,10 +53,7 @@ def unboxed_names(paths: Sequence[Sequence[Any]], *, dicts: bool = False) -> lis
         return is_attribute_value(path[depth]) or (is_last and component(path[depth]) == "value")
 
     boxes = {
-        (*path[:depth],)
-        for path in paths
-        for depth in range(1, len(path))
-        if is_level(path, depth)
+        (*path[:depth],) for path in paths for depth in range(1, len(path)) if is_level(path, depth)
     }
     for path in paths if boxes else ():
         for depth in range(1, len(path)):

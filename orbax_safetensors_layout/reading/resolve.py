@@ -112,9 +112,7 @@ def resolve_leaves(
             try:
                 _check_shape(abstract, source)
                 if abstract.key_impl is not None:
-                    prng.keys_of(
-                        shape, asked, abstract.key_impl, file=source.file, tensor=name
-                    )
+                    prng.keys_of(shape, asked, abstract.key_impl, file=source.file, tensor=name)
                 check_placeable(abstract, devices)
                 if abstract.placement is None:
                     dtype, local = asked, shards.whole(shape)

@@ -208,7 +208,9 @@ class OrbaxTarget:
                 primary_host=process, active_processes={process}
             )
         handler: Any = ocp.PyTreeCheckpointHandler(
-            type_handler_registry=type_handler_registry({TargetArray: _Adopting(self._written, self._orbaxs_names)}),
+            type_handler_registry=type_handler_registry(
+                {TargetArray: _Adopting(self._written, self._orbaxs_names)}
+            ),
             multiprocessing_options=alone,
             use_ocdbt=self._use_ocdbt,
             **self._zarr_options,
