@@ -36,6 +36,7 @@ from orbax_safetensors_layout.conversion import (
     renamed,
     rerooted,
     target_expressions,
+    values_of,
 )
 from orbax_safetensors_layout.errors import (
     CheckpointExistsError,
@@ -215,6 +216,7 @@ def convert(
             tree = renamed(tree, mapping.names_of)
             arrays = arrays_of(tree)
         expressions: dict[str, BoundExpr] = {}
+        values: dict[str, Any] = {}
         if mapping is None and quantize is None:
             target_tree = plain_tree(tree)
         else:
@@ -222,7 +224,9 @@ def convert(
             stored = expressions
             if quantize is not None:
                 stored = tensors_to_write(expressions, options.dtype, quantize)
-            target_tree = mapped_tree(stored, is_flat=inverts or quantize is not None)
+            is_flat = inverts or quantize is not None
+            values = {} if mapping is None or is_flat else mapping.passed(values_of(tree))
+            target_tree = mapped_tree(stored, values, is_flat=is_flat)
         topology = _topology(mesh, spec, processes)
         if kind == "orbax" and config is not None:
             logging.warning(
@@ -272,7 +276,8 @@ def convert(
                     metadata={**reader.metadata, **options.metadata},
                 ),
                 topology,
-                is_tree=mapping is None and quantize is None and reader.is_recorded,
+                is_tree=bool(values)
+                or (mapping is None and quantize is None and reader.is_recorded),
                 identity=hashlib.sha256(repr(identity).encode()).hexdigest(),
                 sidecar_files=sidecar_files,
             )

@@ -380,16 +380,16 @@ def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> 
             "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
             " leave out of the tree the leaves that you do not need, or put `...` in their place."
         )
+    saved = SavedMetadata(catalog)
     if abstract is None and mapping is not None:
         arrays = array_sources(catalog, mapping).items()
-        return AbstractTree.parse({name: HostLeaf(a.shape, a.dtype) for name, a in arrays})
-    if mapping is not None:
-        return AbstractTree.parse(abstract)
-    saved = SavedMetadata(catalog)
-    if abstract is None:
+        abstract = {name: HostLeaf(array.shape, array.dtype) for name, array in arrays}
+        abstract |= mapping.passed(saved.values())
+    elif abstract is None:
         return saved.tree() or AbstractTree.of_tensors(catalog.names)
     with _explicit_transfer():  # of recorded numbers
-        return saved.apply_defaults(AbstractTree.parse(abstract), devices=devices, partial=partial)
+        tree = AbstractTree.parse(abstract)
+        return saved.apply_defaults(tree, devices=devices, partial=partial, mapping=mapping)
 
 
 def _agree(

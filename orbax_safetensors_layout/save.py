@@ -71,9 +71,9 @@ def save(
             and Python numbers, booleans and strings. A tensor is called by its dotted key path;
             a flat dict of Hugging Face names gives the files of Hugging Face.
         mapping: What the leaves are made of, as for `load`; the files get the tensors that it
-            takes, and nothing else is written beside them. The tree then holds arrays only. A
-            tensor has the dtype of its leaves, unless the mapping casts or `WriteOptions.dtype`
-            says otherwise.
+            takes, and nothing else is written beside them. It makes every leaf, all of them
+            arrays, or drops it (`mapping.drop`). A tensor has the dtype of its leaves, unless the
+            mapping casts or `WriteOptions.dtype` says otherwise.
         options: How to write.
         overwrite: Replace an existing safetensors checkpoint.
 

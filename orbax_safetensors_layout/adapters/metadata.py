@@ -79,10 +79,12 @@ class CheckpointMetadata(NamedTuple):
             if mapping is None:
                 tree = _saved_tree(catalog, manifest, describe)
             else:
-                tree = {
-                    name: describe(name, StoredArray(source.shape, source.dtype, source.shape))
+                values = {} if manifest is None else manifest.values()
+                leaves = mapping.passed(values) | {
+                    name: StoredArray(source.shape, source.dtype, source.shape)
                     for name, source in array_sources(catalog, mapping).items()
                 }
+                tree = {name: describe(name, leaf) for name, leaf in leaves.items()}
             return cls(tree, custom, max(times, default=None))
 
 

@@ -121,6 +121,8 @@ def compare(
         contextlib.closing(opened(other, mapping)) as theirs,
     ):
         here, there = _Source(ours, options, subtree), _Source(theirs, options)
+        if mapping is not None:
+            here.arrays = {n: array for n, array in here.arrays.items() if not mapping.drops(n)}
         if not are_trees and not (here.reader.is_recorded and there.reader.is_recorded):
             here.forget_keys()
             there.forget_keys()

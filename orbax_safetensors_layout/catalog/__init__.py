@@ -16,4 +16,11 @@ from .discover import (
 from .folder_names import is_beside, replaced_files
 from .piece_catalog import check_save, check_whole
 from .quantization import QuantizedWeights, find_quantization, refuse_casts_of_codes
-from .select import added_prefix, compile_pattern, nearest_names, select_names, suggest_names
+from .select import (
+    added_prefix,
+    compile_pattern,
+    nearest_names,
+    patterns_of,
+    select_names,
+    suggest_names,
+)

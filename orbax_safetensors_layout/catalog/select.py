@@ -7,7 +7,7 @@ import heapq
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 from orbax_safetensors_layout.errors import (
@@ -166,6 +166,22 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         return re.compile(_translated(pattern), re.DOTALL)
     except ValueError as error:
         raise InvalidArgumentError(f"Pattern {pattern[:200]!r}: {error}.") from error
+
+
+def patterns_of(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return patterns that match all of some names, of whole subtrees, and none of the others.
+
+    >>> patterns_of(["rngs.key", "rngs.count", "layers.0.seed", "step"], ["layers.0.w"])
+    ['rngs.*', 'layers.*.seed', 'step']
+    """
+    kept = list(dict.fromkeys(map(pattern_of, others)))
+    patterns: dict[str, None] = {}
+    for kind in dict.fromkeys(map(pattern_of, names)):
+        pattern = re.sub(r"[*?{},[]", r"[\g<0>]", kind).replace("#", "*")
+        wider = [f"{pattern[: dot.end()]}*" for dot in _DOT.finditer(pattern)]
+        fitting = (p for p in wider if not any(map(compile_pattern(p).fullmatch, kept)))
+        patterns[next(fitting, pattern)] = None
+    return [*patterns]
 
 
 def is_plain(pattern: str) -> bool:

@@ -177,13 +177,24 @@ def add_mapping(parser: argparse.ArgumentParser, help: str) -> None:
     )
 
 
-def find_mapping(text: str, path: str) -> Any:
+def add_drop(parser: argparse.ArgumentParser, effect: str) -> None:
+    """Adds `--drop`; see `Mapping.drop`."""
+    parser.add_argument(
+        "--drop",
+        action="append",
+        metavar="GLOB",
+        default=[],
+        help=f"{effect}, as '*rngs.*' or 'step'; with --mapping; may be repeated",
+    )
+
+
+def find_mapping(text: str, path: str, drop: Sequence[str] = ()) -> Any:
     """Return the mapping that `--mapping` names; the checkpoint `path` has the configuration."""
     from orbax_safetensors_layout.mapping import find_mapping as find
 
     _see_working_folder()
     try:
-        return find(text, path)
+        return find(text, path).drop(*drop)
     except MappingError as error:
         raise ValueError(str(error)) from error
 

@@ -14,6 +14,7 @@ from orbax_safetensors_layout.runtime import size_text
 from .command import (
     Command,
     add_cache,
+    add_drop,
     add_mapping,
     add_max_file_bytes,
     add_memory_budget,
@@ -72,6 +73,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tensors of --config that no rule takes and that a model may be saved without, as"
         " 'vision_tower.*'; may be repeated",
     )
+    add_drop(parser, "leaves that an export leaves out")
     add("--dtype", help="write floating-point arrays in this dtype")
     add_mesh(
         parser,
@@ -139,8 +141,10 @@ def _mapping(parsed: argparse.Namespace) -> Any:
     if parsed.leave_out and not (parsed.mapping and parsed.config):
         raise ValueError("--leave-out goes with --mapping and --config")
     if not parsed.mapping:
+        if parsed.drop:
+            raise ValueError("--drop goes with --mapping")
         return None
-    mapping = find_mapping(parsed.mapping, parsed.config or parsed.source)
+    mapping = find_mapping(parsed.mapping, parsed.config or parsed.source, parsed.drop)
     return mapping.like(parsed.config, leave_out=parsed.leave_out) if parsed.leave_out else mapping
 
 

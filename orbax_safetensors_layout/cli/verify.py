@@ -11,6 +11,7 @@ from orbax_safetensors_layout.options import ReadOptions
 from .command import (
     Command,
     add_cache,
+    add_drop,
     add_json,
     add_mapping,
     add_memory_budget,
@@ -25,6 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("path", help="a .safetensors file, a folder of them, or what Orbax saved in its own format")
     add("--against", metavar="OTHER", help="compare with this checkpoint, bit by bit")
     add_mapping(parser, "what the tensors of PATH are made of in OTHER")
+    add_drop(parser, "leaves of PATH that are not compared")
     add("--subtree", metavar="NAME", help="compare a part of PATH's tree, as params.params")
     add("--quick", action="store_true", help="do not hold files against their checksums")
     add_memory_budget(parser)
@@ -45,7 +47,7 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
                 "a mapping takes the tensors of a safetensors checkpoint; exchange the two: PATH is"
                 " the model, and --against what it is made of"
             )
-        mapping = find_mapping(parsed.mapping, source.path)
+        mapping = find_mapping(parsed.mapping, source.path, parsed.drop)
     report = verify(
         parsed.path,
         parsed.against,

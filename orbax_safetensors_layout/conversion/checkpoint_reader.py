@@ -234,14 +234,17 @@ class SafetensorsReader:
         )
         self._sources = array_sources(self._catalog, mapping)
         self._catalog.refuse_unlisted(None if mapping is None else mapping.leaves_out)
-        manifest = None if mapping is not None else self._catalog.manifest()
+        manifest = self._catalog.manifest()
+        values = {} if manifest is None else manifest.values()
+        if mapping is not None:
+            manifest, values = None, mapping.passed(values)
         self.kind: str = self._catalog.layout
         self.is_recorded = manifest is not None and manifest.tree is not None
         self.metadata: Mapping[str, str] = self._catalog.metadata()
         self.custom = None if manifest is None else manifest.custom
-        self.tree = self._tree(manifest, is_flat)
+        self.tree = self._tree(manifest, values, is_flat)
 
-    def _tree(self, manifest: Manifest | None, is_flat: bool) -> Any:
+    def _tree(self, manifest: Manifest | None, values: dict[str, Any], is_flat: bool) -> Any:
         saved = None if manifest is None else manifest.tree
         if saved is not None and not is_flat:
             names = [leaf.tensor for leaf in leaves(saved) if isinstance(leaf, TensorLeaf)]
@@ -257,7 +260,6 @@ class SafetensorsReader:
                 problem = "the recorded tree is not one that JAX can have"
                 raise SafetensorsLayoutError(problem, file=self.path, found=error) from error
             return tree
-        values = {} if manifest is None else manifest.values()
         saved_leaves = () if saved is None else leaves(saved)
         impls = {
             leaf.tensor: leaf.key_impl for leaf in saved_leaves if isinstance(leaf, TensorLeaf)

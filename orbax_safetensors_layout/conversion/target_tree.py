@@ -11,18 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from orbax_safetensors_layout.errors import (
-    MappingError,
-    MismatchError,
-    SafetensorsLayoutError,
-    listed,
-)
+from orbax_safetensors_layout.errors import MismatchError, SafetensorsLayoutError, listed
 from orbax_safetensors_layout.mapping import (
     BoundExpr,
     Mapping as LeafMapping,
     TensorSpecs,
     check_mapping,
-    whole_tensor,
+    saved_tensors,
 )
 from orbax_safetensors_layout.pytree import abstract_array, nested_dicts, prng
 from orbax_safetensors_layout.sharding import (
@@ -58,26 +53,23 @@ def target_expressions(
 
     With `inverse` they are tensors that the mapping takes; without a mapping the source's own.
     """
-    values = [*values_of(tree)]
-    if values:
-        raise MappingError(
-            f"a mapping takes arrays alone, unlike these leaves: {listed(map(repr, values))}",
-            hint="Say which part of the tree is the parameters with subtree= (--subtree).",
-        )
     specs = TensorSpecs({n: (array.shape, array.dtype) for n, array in arrays_of(tree).items()})
-    if mapping is None:
-        return {name: whole_tensor(name, specs) for name in specs}
-    check_mapping(mapping)
-    return (mapping.inverse().bind(specs) if inverse else mapping.bind(specs)).expressions
+    if mapping is not None:
+        check_mapping(mapping)
+        if not inverse:
+            return mapping.bind(specs).expressions
+    return saved_tensors(mapping, specs, values_of(tree))
 
 
-def mapped_tree(expressions: Mapping[str, BoundExpr], *, is_flat: bool) -> dict[str, Any]:
-    """Return the tree of a target with these arrays: nested dicts, a model, or a flat one."""
+def mapped_tree(
+    expressions: Mapping[str, BoundExpr], values: Mapping[str, Any], *, is_flat: bool
+) -> dict[str, Any]:
+    """Return the tree of a target with these leaves: nested dicts, a model, or a flat one."""
     arrays = {
         name: TargetArray(name, expr.shape, expr.dtype, "jax", expr)
         for name, expr in expressions.items()
     }
-    return arrays if is_flat else nested_dicts(arrays)
+    return arrays if is_flat else nested_dicts({**arrays, **values})
 
 
 class Topology:

@@ -40,7 +40,7 @@ from .inverse.inverse_patches import whole_tensor
 from .matching import described_rule, rule
 from .names import NameTree, TensorSpec, TensorSpecs
 from .regexes import compiled_regex
-from .rules import Mapping, check_mapping, fingerprint
+from .rules import Mapping, check_mapping, fingerprint, saved_tensors
 
 if TYPE_CHECKING:
     from . import families

@@ -157,7 +157,8 @@ class Matches(NamedTuple):
 
     targets: list[RuleTarget]  # leaves with the one rule that makes them
     ambiguous: list[RuleTarget]  # leaves with each of several rules
-    problems: list[Problem]  # leaves without a rule or with several, and rules without a leaf
+    unmade: list[str]  # leaves without a rule
+    problems: list[Problem]  # leaves with several rules, and rules without a leaf
 
 
 def match_rules(rules: Sequence[Rule], specs: TensorSpecs, leaves: LeafShapes | None) -> Matches:
@@ -192,12 +193,10 @@ def match_rules(rules: Sequence[Rule], specs: TensorSpecs, leaves: LeafShapes | 
             listed = " and ".join(names)
             text = f"{len(targets)} rules make leaf {leaf!r}: those for {listed}"
             problems.append(Problem(text, f"the rules for {listed}"))
-    hint: str | None = "Add rules for such, or leave them out of the tree."
-    for first, others in group_by_pattern([leaf for leaf, rest in matches.items() if not rest]):
-        problems.append(Problem(f"no rule makes leaf {first!r}{others}", "", first, "rule", hint))
-        hint = None
+    unmade = [leaf for leaf, targets in matches.items() if not targets]
     single = [targets[0] for targets in matches.values() if len(targets) == 1]
-    return Matches([_untied(target, rules, matches) for target in single], ambiguous, problems)
+    untied = [_untied(target, rules, matches) for target in single]
+    return Matches(untied, ambiguous, unmade, problems)
 
 
 def _given(
@@ -235,6 +234,14 @@ def _untied(target: RuleTarget, rules: Sequence[Rule], leaves: Container[str]) -
         for match in candidate.targets((leaf, values) for _, values in tree.match(candidate.target))
     ]
     return matches[0] if len(matches) == 1 else target
+
+
+def no_rule(unmade: Iterable[str], hint: str) -> list[Problem]:
+    """Return the problems of leaves without a rule, and what to do."""
+    return [
+        Problem(f"no rule makes leaf {first!r}{others}", "", first, "rule", None if n else hint)
+        for n, (first, others) in enumerate(group_by_pattern(unmade))
+    ]
 
 
 def group_by_pattern(names: Iterable[str]) -> Iterator[tuple[str, str]]:

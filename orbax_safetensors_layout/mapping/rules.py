@@ -16,27 +16,38 @@ import os
 import pickle
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog import Catalog, compile_pattern
+from orbax_safetensors_layout.catalog import (
+    Catalog,
+    added_prefix,
+    compile_pattern,
+    patterns_of,
+)
 from orbax_safetensors_layout.errors import MappingError, listed, pattern_of
 from orbax_safetensors_layout.runtime import frozen_heap
 
 from .affine.binding import Binder, BoundMapping, LeafExpr, MatchedNames
+from .affine.bound import BoundExpr
 from .argument_checks import several
 from .expr.expression import Apply, Expr
 from .expr.opaque_ops import Compute
 from .expr.overlaid import Overlaid
 from .expr.values import Scale
 from .inverse.inference import LIKE, Extent, InferredTensor
+from .inverse.inverse_patches import whole_tensor
 from .inverse.invert import invert
-from .matching import LeafShapes, Rule, RuleTarget, match_rules, names_by_rules
+from .matching import LeafShapes, Rule, RuleTarget, match_rules, names_by_rules, no_rule
 from .names import WILDCARD, NameTree, Shapes, TensorSpec, TensorSpecs, substitute
 from .problems import Problem, mapping_error, problems_of, within
 
+VALUE = np.dtype(object)
+"""The dtype of leaves that are numbers or strings, of which tensors cannot be made."""
+
+T = TypeVar("T")
 _PLAIN = (type(None), type(...), bool, int, float, complex, str)
 _CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_flags", "co_exceptiontable")
 
@@ -68,6 +79,7 @@ class Mapping:
     Attributes:
         files: The names, shapes and dtypes of the tensors that are saved, if known; see `like`.
         merged: Digests of the adapters that are merged into it.
+        dropped: Patterns of leaves that saves drop; see `drop`.
 
     Examples:
         >>> from orbax_safetensors_layout.mapping import rule, stack, tensor
@@ -95,11 +107,13 @@ class Mapping:
                 )
         self.files: TensorSpecs | None = None
         self.merged: tuple[str, ...] = ()
+        self.dropped: tuple[str, ...] = ()
         self._source: Mapping | None = None
         self.ignore, ignored = _compiled("Mapping(ignore=...)", ignore)
         self.strict = strict
         self._unsaved, absent = _compiled("Mapping(unsaved=...)", unsaved)
         self.buffers, self._spare = _compiled("Mapping(buffers=...)", buffers)
+        self._drops: list[re.Pattern[str]] = []
         self._ignored = [*ignored, *absent, *self._spare]
 
     def __repr__(self) -> str:
@@ -109,7 +123,8 @@ class Mapping:
         unsaved = f", unsaved={list(self._unsaved)}" if self._unsaved else ""
         buffers = f", buffers={list(self.buffers)}" if self.buffers else ""
         source = "" if self._source is None else f".over({self._source!r})"
-        return f"Mapping([\n{rules}]{ignore}{strict}{unsaved}{buffers}){source}"
+        drops = f".drop({', '.join(map(repr, self.dropped))})" if self.dropped else ""
+        return f"Mapping([\n{rules}]{ignore}{strict}{unsaved}{buffers}){source}{drops}"
 
     def over(self, source: Mapping) -> Mapping:
         """Return the mapping of a checkpoint whose tensors are what another mapping makes.
@@ -129,6 +144,42 @@ class Mapping:
         mapping._source = source if self._source is None else self._source.over(source)
         mapping.merged = (*self.merged, *source.merged)
         return mapping
+
+    def drop(self, *patterns: str) -> Mapping:
+        """Return the mapping that saves a tree without its leaves of some names.
+
+        Args:
+            *patterns: Of the names, as for `ignore`: `"*rngs.*"`, `"opt_state.*"`, `"step"`.
+
+        Examples:
+            >>> from orbax_safetensors_layout.mapping import rule, tensor
+            >>> mapping = Mapping([rule("w", tensor("weight"))]).drop("rngs.*")
+            >>> leaves = {"w": ((2,), np.float32), "rngs.count": ((), np.uint32)}
+            >>> [*mapping.inverse().bind(leaves).expressions]
+            ['weight']
+        """
+        mapping = copy.copy(self)
+        mapping.dropped = (*self.dropped, *patterns)
+        mapping._drops = _compiled("Mapping.drop(...)", mapping.dropped)[1]
+        return mapping
+
+    def drops(self, name: str) -> bool:
+        """Whether saves drop a leaf."""
+        return any(pattern.fullmatch(name) for pattern in self._drops)
+
+    def makes(self, name: str) -> bool:
+        """Whether a rule makes leaves of a name."""
+        alone = NameTree(self.names_of([name]))
+        return any(next(alone.match(rule.target), None) for rule in self.rules)
+
+    def passed(self, values: Dict[str, T]) -> dict[str, T]:
+        """Return the numbers and strings of a checkpoint that are leaves by themselves."""
+        ignored = [pattern for mapping in self.chain() for pattern in mapping._ignored]
+        return {
+            name: value
+            for name, value in values.items()
+            if not self.makes(name) and not any(p.fullmatch(name) for p in ignored)
+        }
 
     def leaves_out(self, name: str) -> bool:
         """Whether it may be that no rule takes a tensor."""
@@ -332,7 +383,14 @@ class InverseMapping:
         unless the leaves are a part of the model's.
         """
         own = TensorSpecs.of(leaves)
-        shapes = {name: spec.shape for name, spec in own.items()}
+        shapes = {n: spec.shape for n, spec in own.items() if not self.mapping.drops(n)}
+        values = [name for name in shapes if own[name].dtype == VALUE and self.mapping.makes(name)]
+        if values:
+            raise MappingError(
+                f"these leaves are numbers or strings: {listed(map(repr, values))}",
+                expected="arrays, where a rule makes leaves of these names",
+                hint="Make arrays of the numbers: numpy.asarray(...).",
+            )
         if checkpoint is None:
             checkpoint = self._inferred(own, shapes, is_part=is_part)
         forward = self.mapping.bind(checkpoint, shapes)
@@ -356,7 +414,21 @@ class InverseMapping:
         inferred: dict[str, InferredTensor] = {}
         files = self.mapping.files
         own = TensorSpecs({}) if files is None else files
-        targets, ambiguous, problems = match_rules(self.mapping.rules, own, shapes)
+        targets, ambiguous, unmade, problems = match_rules(self.mapping.rules, own, shapes)
+        hint = "Add rules for such."
+        known = {WILDCARD.sub("#", rule.target) for rule in self.mapping.rules}
+        if targets:
+            drops = ", ".join(map(repr, patterns_of(unmade, [*shapes.keys() - unmade])))
+            hint = (
+                "Add rules for such. What is not a weight can be dropped: mapping.drop("
+                f"{drops}), or --drop of `convert`."
+            )
+        elif prefix := added_prefix([*map(pattern_of, unmade)], known)[:-1]:
+            hint = (
+                f"The rules have the names without '{prefix}.': give that part of the tree, with"
+                f" subtree={prefix!r} (--subtree) in `convert`."
+            )
+        problems += no_rule(unmade, hint)
         taken = {target.leaf: set(target.patterns) for target in targets}
         for leaf, rule, captures, _ in targets:
             other = None if rule.tied_to is None else substitute(rule.tied_to, captures)
@@ -444,6 +516,23 @@ def _is_given(rule: Rule, pattern: str, saved: TensorSpecs) -> bool:
         return False
 
 
+def saved_tensors(
+    mapping: Mapping | None, leaves: TensorSpecs, values: Iterable[str]
+) -> dict[str, BoundExpr]:
+    """Return what is saved of a tree, over its leaves, of which `values` are not arrays."""
+    names = [*values]
+    if mapping is not None:
+        leaves.update(dict.fromkeys(names, TensorSpec((), VALUE)))
+        return mapping.inverse().bind(leaves).expressions
+    if names:
+        raise MappingError(
+            "a save of quantised weights takes arrays alone, unlike these leaves:"
+            f" {listed(map(repr, names))}",
+            hint="Save the parameters alone (subtree= of `convert`).",
+        )
+    return {name: whole_tensor(name, leaves) for name in leaves}
+
+
 def check_mapping(mapping: object) -> None:
     """Refuses an argument that is not a mapping."""
     if not isinstance(mapping, Mapping):
@@ -462,7 +551,8 @@ def fingerprint(mapping: Mapping) -> str:
     """
     files = None if mapping.files is None else [*mapping.files.items()]
     source = None if mapping._source is None else fingerprint(mapping._source)
-    parts = [mapping.rules, (*mapping.buffers, *mapping.ignore), mapping.strict, files, source]
+    left = (*mapping.buffers, *mapping.ignore), mapping.dropped
+    parts = [mapping.rules, left, mapping.strict, files, source]
     return hashlib.sha256(repr(_encoded(parts, (), {})).encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ from orbax_safetensors_layout.mapping import (
     TensorSpecs,
     Valued,
     row_major,
-    whole_tensor,
+    saved_tensors,
 )
 from orbax_safetensors_layout.options import Quantizes, WriteOptions, is_floating
 from orbax_safetensors_layout.sharding import GlobalShards
@@ -210,6 +210,7 @@ def plan_consolidation(
 
 def plan_mapped_writes(
     leaves: Sequence[LeafWrite],
+    values: Iterable[str],
     mapping: LeafMapping | None,
     *,
     options: WriteOptions,
@@ -218,7 +219,7 @@ def plan_mapped_writes(
 ) -> tuple[WritePlan, MappedTensors]:
     """Plans a save of computed tensors: through a mapping for loading, or quantised, or both.
 
-    Several processes leave the leaves in pieces.
+    Several processes leave the leaves in pieces. `values` are leaves that are not arrays.
     """
     of_process = {"process_index": process_index, "process_count": process_count}
     planner = WritePlanner(leaves, options, process_index, process_count)
@@ -232,10 +233,7 @@ def plan_mapped_writes(
     )
     tensors: list[NewTensor] = []
     expressions: dict[str, BoundExpr] = {}
-    if mapping is None:
-        plain: dict[str, BoundExpr] = {name: whole_tensor(name, specs) for name in specs}
-    else:
-        plain = mapping.inverse().bind(specs).expressions
+    plain = saved_tensors(mapping, specs, values)
     for name, expr in tensors_to_write(plain, options.dtype, options.quantize).items():
         shape, expr = expr.shape, row_major(expr)
         expressions[name] = expr

@@ -27,7 +27,14 @@ from orbax_safetensors_layout.format import (
     leaves,
     short_repr,
 )
-from orbax_safetensors_layout.mapping import Subject, cast_into, check_castable, is_whole, rounded
+from orbax_safetensors_layout.mapping import (
+    Mapping,
+    Subject,
+    cast_into,
+    check_castable,
+    is_whole,
+    rounded,
+)
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, decode_treedef
 from orbax_safetensors_layout.sharding import decode_sharding, is_abstract, sharding_of
 
@@ -53,6 +60,11 @@ class SavedMetadata:
             if isinstance(leaf, TensorLeaf):
                 self._leaves[leaf.tensor] = leaf
 
+    def values(self) -> dict[str, SavedValue]:
+        """Return the numbers and strings that were saved beside the tensors."""
+        leaves = self._leaves.items()
+        return {name: leaf.value for name, leaf in leaves if isinstance(leaf, ValueLeaf)}
+
     def tree(self) -> AbstractTree | None:
         """The tree as it was saved, to be restored as it was; None where none is recorded."""
         node = self._node
@@ -71,13 +83,16 @@ class SavedMetadata:
         named = {name for name, leaf in leaf_names(node) if isinstance(leaf, ValueLeaf)}
         return AbstractTree(values, parsed, named, build)
 
-    def apply_defaults(self, tree: AbstractTree, *, devices: bool, partial: bool) -> AbstractTree:
+    def apply_defaults(
+        self, tree: AbstractTree, *, devices: bool, partial: bool, mapping: Mapping | None
+    ) -> AbstractTree:
         """Return an abstract tree with recorded placements and values in place of defaults.
 
-        Leaves whose value is in the manifest become that value; arrays that the tree does not
-        place go where they were saved from, if there are such devices. `devices` refuses shardings
-        without devices. With `partial`, leaves that the checkpoint lacks stay as they are given.
-        Recorded values that do not fit the tree are one `MismatchError`.
+        Leaves whose value is in the manifest become it, unless a mapping makes them. Without
+        a mapping, arrays that the tree does not place go where they were saved from, if there are
+        such devices, and with `partial` leaves that the checkpoint lacks stay as they are given.
+        `devices` refuses shardings without devices. Recorded values that do not fit the tree are
+        one `MismatchError`.
         """
         given, parsed, skipped = list(tree.leaves), list(tree.parsed), set(tree.skipped)
         problems: list[MismatchError] = []
@@ -87,6 +102,8 @@ class SavedMetadata:
                 continue
             name = stored_name(self._catalog, abstract)
             leaf = self._leaves.get(name)
+            if mapping is not None and (isinstance(leaf, TensorLeaf) or mapping.makes(name)):
+                continue
             if isinstance(leaf, TensorLeaf):
                 parsed[number] = self._completed(abstract, leaf)
             elif isinstance(leaf, ValueLeaf):
@@ -98,7 +115,7 @@ class SavedMetadata:
                 except MismatchError as problem:
                     problem.file, problem.tensor = self._catalog.path, name
                     problems.append(problem)
-            elif partial and self._lacks(name):
+            elif partial and mapping is None and self._lacks(name):
                 parsed[number] = None
                 lacking.append(abstract.name)
         if problems:

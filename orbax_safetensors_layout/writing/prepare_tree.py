@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,6 @@ from jax.sharding import Sharding
 from orbax_safetensors_layout.catalog import refuse_casts_of_codes
 from orbax_safetensors_layout.errors import (
     InvalidArgumentError,
-    MappingError,
     MismatchError,
     SafetensorsLayoutError,
     UnsupportedDtypeError,
@@ -85,7 +84,8 @@ class PreparedTree(NamedTuple):
                 )
         if mapping is not None or options.quantize is not None:
             options = dataclasses.replace(options, dtype=None)
-        parser = _Parser(options, shards, dtypes, is_recorded=is_recorded)
+        drops = None if mapping is None else mapping.drops
+        parser = _Parser(options, shards, dtypes, drops, is_recorded=is_recorded)
         node = encode_treedef(tree, parser.leaf)
         if parser.problems:
             raise SafetensorsLayoutError.collect(parser.problems, "leaves cannot be saved")
@@ -120,13 +120,7 @@ class PreparedTree(NamedTuple):
                 f"A save {how} has layout 'hf': leave out WriteOptions.layout."
             )
         values = [name for name, leaf in leaf_names(self.node) if isinstance(leaf, ValueLeaf)]
-        if values:
-            raise MappingError(
-                f"a save {how} takes arrays alone, unlike these leaves:"
-                f" {listed(map(repr, values))}",
-                hint="Save the parameters alone.",
-            )
-        return plan_mapped_writes(self.leaves, mapping, options=options, **processes)
+        return plan_mapped_writes(self.leaves, values, mapping, options=options, **processes)
 
     def manifest(self, plan: WritePlan, options: WriteOptions, custom: object = None) -> Manifest:
         """Return the manifest of a save without a mapping, with a JSON value `custom`."""
@@ -166,6 +160,7 @@ class _Parser:
         options: WriteOptions,
         shards: ProcessShards,
         dtypes: Sequence[Any] | None,
+        drops: Callable[[str], bool] | None,
         *,
         is_recorded: bool,
     ) -> None:
@@ -177,6 +172,7 @@ class _Parser:
         self._may_pack = options.layout == "hf"  # pieces do not end on whole bytes
         self._is_recorded = is_recorded
         self._shards = shards
+        self._drops = drops
         self._names: set[str] = set()
         self.problems: list[SafetensorsLayoutError] = []
         self._stored: dict[tuple[np.dtype, int], tuple[DType, str | None]] = {}
@@ -184,6 +180,8 @@ class _Parser:
     def leaf(self, path: Sequence[object], value: Any) -> Leaf:
         dtype = next(self._dtypes)
         name = dotted_name(path)  # without flax boxes, which `encode_treedef` leaves out
+        if self._drops is not None and self._drops(name):
+            return TensorLeaf(name)
         value = str(value) if isinstance(value, np.str_) else value
         is_value = isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)
         flaw = self._flaw(name, is_value)

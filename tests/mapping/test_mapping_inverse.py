@@ -508,7 +508,8 @@ def test_shapes_that_leaves_do_not_tell():
         save(rule("a", tensor("x").reshape(4, 6)), rule("b.{i}", tensor("y.{i}")), a=(4, 6), zz=())
     assert str(caught.value) == (
         "The mapping cannot save: 2 problems.\n"
-        "  - no rule makes leaf 'zz'. Add rules for such, or leave them out of the tree.\n"
+        "  - no rule makes leaf 'zz'. Add rules for such. What is not a weight can be dropped:"
+        " mapping.drop('zz'), or --drop of `convert`.\n"
         "  - leaf 'a': tensor('x').reshape(4, 6): reshape(4, 6) does not determine the input"
         " shape. Write it with rearrange, whose pattern does, or save through mapping.like(path),"
         " with a checkpoint that has the names and shapes."

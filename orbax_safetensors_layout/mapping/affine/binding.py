@@ -17,7 +17,15 @@ from orbax_safetensors_layout.runtime import text_table
 
 from ..expr.expression import Expr, given
 from ..expr.opaque_ops import is_opaque
-from ..matching import LeafShapes, Matches, Rule, RuleTarget, group_by_pattern, match_rules
+from ..matching import (
+    LeafShapes,
+    Matches,
+    Rule,
+    RuleTarget,
+    group_by_pattern,
+    match_rules,
+    no_rule,
+)
 from ..names import WILDCARD, NameTree, Pieces, TensorSpec, TensorSpecs, substitute
 from ..problems import Problem, mapping_error, within
 from .bound import BoundExpr
@@ -217,8 +225,9 @@ class Binder:
         bound: dict[str, LeafExpr] = {}
         notes: dict[str, object] = {}
         matches = self.matches or match_rules(self.rules, self.specs, self.leaves)
-        targets, ambiguous, problems = matches
+        targets, ambiguous, unmade, problems = matches
         self._problems += problems
+        self._problems += no_rule(unmade, "Add rules for such, or leave them out of the tree.")
         for target in targets:
             if target.rule.expr is not None:
                 self._bind_leaf(target, target.rule.expr, bound)
