@@ -115,12 +115,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         if loads_orbax_item(directory, lambda: abstract_tree_of(args), mapping, options):
             return restore_orbax_item(directory, args)
         partial = is_partial(args)
-        if (
-            isinstance(args, ocp.args.StandardRestore)
-            and args.item is None
-            and args.fallback_sharding is not None
-        ):
-            args = dataclasses.replace(args, item=self.metadata(directory))
+        wanted: Any = args
+        if getattr(args, "fallback_sharding", None) is not None and wanted.item is None:
+            args = dataclasses.replace(wanted, item=metadata_v0(directory, mapping))
 
         def begin(abstract: Any) -> Callable[[], Any]:
             switch = "`SafetensorsRestore(..., partial_restore=True)`"
@@ -176,13 +173,21 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
             `dtype` is the one that an array is written in; not with a mapping.
         mapping: What the leaves are made of, as for `osl.save`.
         custom_metadata: A JSON value, given back by `metadata`.
+        state: The item, as `ocp.StandardCheckpointer.save` calls it.
+        ocdbt_target_data_file_size: Ignored, as without OCDBT; see `WriteOptions.max_file_bytes`.
     """
 
-    item: Any
+    item: Any = None
     save_args: Any = None
     _: dataclasses.KW_ONLY
     mapping: LeafMapping | None = None
     custom_metadata: Any = None
+    state: dataclasses.InitVar[Any] = None
+    ocdbt_target_data_file_size: int | None = None
+
+    def __post_init__(self, state: Any) -> None:
+        if state is not None:
+            self.item = state
 
 
 @ocp.args.register_with_handler(SafetensorsCheckpointHandler, for_restore=True)
@@ -198,8 +203,16 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
             `ocp.ArrayRestoreArgs`; what they say of a leaf overrides the item.
         mapping: What the leaves are made of, as for `osl.load`.
         partial_restore: Let the checkpoint hold tensors that the item does not name; otherwise
-            they are an error.
-        transforms: `{}` is `partial_restore=True`, as with Orbax; others are refused.
+            they are an error. Leaves that the checkpoint lacks come back as they are given.
+        transforms: `{}` is `partial_restore=True`, as with Orbax; others are refused, and so are
+            the next two where they change anything.
+        transforms_default_to_original: See `transforms`.
+        legacy_transform_fn: See `transforms`.
+        target: The item, as `ocp.StandardCheckpointer.restore` calls it.
+        strict: Whether arrays of other shapes than the item's are an error; else they are cut, or
+            filled up with zeros.
+        support_layout: Whether device layouts of the item's arrays count.
+        fallback_sharding: For arrays whose sharding is not given, or is not to be had.
     """
 
     item: Any = None
@@ -208,6 +221,16 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     mapping: LeafMapping | None = None
     partial_restore: bool = False
     transforms: Any = None
+    transforms_default_to_original: bool = True
+    legacy_transform_fn: Any = None
+    target: dataclasses.InitVar[Any] = None
+    strict: bool = True
+    support_layout: bool = False
+    fallback_sharding: Any = None
+
+    def __post_init__(self, target: Any) -> None:
+        if target is not None:
+            self.item = target
 
 
 SAVE_AND_RESTORE = (

@@ -84,25 +84,37 @@ def given_leaves(restored: Any, tree: Any, args: Any) -> Any:
 
 
 def restore_orbax_item(directory: str | os.PathLike[str], args: Any) -> Any:
-    """Restores an item in Orbax's own format, with Orbax's handler; a mapping does not count."""
+    """Restores an item in Orbax's own format, with Orbax's handler.
+
+    A mapping in the arguments is refused; one of the handler is not for such items.
+    """
     folder = ocp_v1.path.Path(directory)
+    if getattr(args, "mapping", None) is not None:
+        raise SafetensorsLayoutError(
+            "the item is in Orbax's own format, which is not restored through a mapping",
+            file=folder,
+            hint="Leave it out where the item has the leaves that the mapping makes. Where it has"
+            " those that the mapping takes, restore without one what"
+            " osl.convert(path, target, mapping=..., inverse=False) makes.",
+        )
     if args is None or isinstance(args, ocp.args.StandardRestore):
         return ocp.StandardCheckpointHandler().restore(folder, args=args)
     if not isinstance(args, ocp.args.PyTreeRestore):
         item = _plain(getattr(args, "item", None))
         restore_args = getattr(args, "restore_args", None)
         if item is None and restore_args is None:
-            return restore_orbax_item(folder, None)
+            fallback = getattr(args, "fallback_sharding", None)
+            return restore_orbax_item(folder, ocp.args.StandardRestore(fallback_sharding=fallback))
         if restore_args is None:
             saved = ocp.StandardCheckpointHandler().metadata(folder).tree
-            restore_args = _restore_args(item, saved)
+            restore_args = _restore_args(item, saved, args)
         args = ocp.args.PyTreeRestore(
             item, restore_args=restore_args, partial_restore=is_partial(args)
         )
     return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 
-def _restore_args(item: Any, saved: Any) -> Any:
+def _restore_args(item: Any, saved: Any, args: Any) -> Any:
     """Arguments that restore the leaves of an item as `abstract_tree_of` understands them."""
     saved_leaves = {dotted_name(path): leaf for path, leaf in tree_flatten_with_path(saved)[0]}
 
@@ -114,8 +126,13 @@ def _restore_args(item: Any, saved: Any) -> Any:
             return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
         if getattr(leaf, "sharding", ...) is None:
             sharding = getattr(_described(saved_leaves.get(dotted_name(path))), "sharding", None)
+            sharding = sharding or getattr(args, "fallback_sharding", None)
             leaf = abstract_array(leaf.shape, leaf.dtype, sharding=sharding)
-        return ocp.checkpoint_utils.construct_restore_args(leaf)
+        return ocp.checkpoint_utils.construct_restore_args(
+            leaf,
+            support_layout=getattr(args, "support_layout", False),
+            strict=getattr(args, "strict", True),
+        )
 
     return tree_map_with_path(leaf_args, item)
 

@@ -173,6 +173,18 @@ def test_a_mapping_is_for_safetensors_files_alone(tmp_path):
     assert_same_bits(opened(tmp_path / "1" / "default")["weight"], (VALUES + 1).T)
 
 
+def test_a_mapping_in_the_arguments_is_refused_for_orbaxs_own_format(tmp_path):
+    save_standard(tmp_path / "a", {"weight": place(VALUES, P("x"))})
+    mapping = osl.Mapping([osl.rule("kernel", osl.tensor("weight").transpose())])
+    checkpointer = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    item = {"kernel": jax.ShapeDtypeStruct((8, 8), np.float32)}
+    with pytest.raises(osl.SafetensorsLayoutError, match=r"through a mapping.*inverse=False"):
+        checkpointer.restore(tmp_path / "a", args=osl.SafetensorsRestore(item, mapping=mapping))
+    osl.convert(tmp_path / "a", tmp_path / "b", mapping=mapping, inverse=False)
+    loaded = checkpointer.restore(tmp_path / "b", args=osl.SafetensorsRestore(item))
+    assert_same_bits(loaded["kernel"], VALUES.T)
+
+
 @pytest.mark.parametrize("change", NAMED)
 def test_named_items_beside_a_json_item(tmp_path, change):
     def items(step):

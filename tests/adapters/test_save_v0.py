@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import weakref
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax_versions import enable_x64
 from limits import full_disk
 from meshes import mesh_of, place
+from orbax_calls import save_standard
 from saving import Gate, opened, tensor_files
 from states import everything, same, train_state
 
@@ -128,6 +130,65 @@ def test_in_the_place_of_orbaxs_checkpointers(tmp_path, kind):
         checkpointer.save(tmp_path / "a", {"w": tree["w"]}, force=True)
         getattr(checkpointer, "wait_until_finished", lambda: None)()
         same(checkpointer.restore(tmp_path / "a"), {"w": tree["w"]})
+
+
+def keywords_of(*kinds):
+    """The names of what Orbax's own methods and arguments take, but for the path."""
+    return {name for kind in kinds for name in inspect.signature(kind).parameters} - {
+        *("self", "directory")
+    }
+
+
+def test_keywords_of_orbaxs_checkpointers(tmp_path, checkpointer):
+    """Of `StandardCheckpointer` and `PyTreeCheckpointer`: all that this release has."""
+    sharding = NamedSharding(mesh_of(x=4, y=2), P("x"))
+    tree = {"w": place(VALUES, P("x")), "step": 3}
+    args = jax.tree.map(lambda _: ocp.SaveArgs(dtype=jnp.bfloat16), tree)
+    saves = {
+        "state": tree,
+        "item": tree,
+        "save_args": args,
+        "force": True,
+        "custom_metadata": {"a": 1},
+        "ocdbt_target_data_file_size": 1 << 20,
+    }
+    assert saves.keys() == keywords_of(ocp.StandardCheckpointer.save, ocp.args.PyTreeSave)
+    for name, value in saves.items():
+        item = {} if name in ("state", "item") else {"state": tree}
+        checkpointer.save(tmp_path / name, **item, **{name: value})
+        finish(checkpointer)
+    assert checkpointer.metadata(tmp_path / "custom_metadata").custom_metadata == {"a": 1}
+    assert checkpointer.restore(tmp_path / "save_args")["w"].dtype == jnp.bfloat16
+    wide = {"w": jax.ShapeDtypeStruct((8, 16), np.float32, sharding=sharding), "step": 0}
+    padded = place(np.pad(VALUES, ((0, 0), (0, 8))), P("x"))
+    restores = {
+        "target": (tree, tree),
+        "item": (tree, tree),
+        "restore_args": (ocp.checkpoint_utils.construct_restore_args(tree), tree),
+        "strict": (False, tree | {"w": padded}),
+        "support_layout": (True, tree),
+        "fallback_sharding": (sharding, tree),
+        "transforms": ({}, {"w": tree["w"]}),
+        "transforms_default_to_original": (True, tree),
+        "legacy_transform_fn": (None, tree),
+        "partial_restore": (True, {"w": tree["w"]}),
+    }
+    assert restores.keys() == keywords_of(
+        ocp.StandardCheckpointer.restore, ocp.args.StandardRestore, ocp.args.PyTreeRestore
+    )
+    for name, (value, expected) in restores.items():
+        asked = {"strict": wide, "transforms": expected, "partial_restore": expected}
+        item = {} if name in ("target", "item") else {"target": asked.get(name, tree)}
+        loaded = checkpointer.restore(tmp_path / "state", **item, **{name: value})
+        same(loaded, expected)
+    same(checkpointer.restore(tmp_path / "state", wide, strict=False), tree | {"w": padded})
+    unplaced = {"w": jax.ShapeDtypeStruct((8, 8), np.float32), "step": 0}
+    save_standard(tmp_path / "orbaxs", tree)
+    for folder in ("state", "orbaxs"):
+        for item in ({}, {"target": unplaced}):
+            loaded = checkpointer.restore(tmp_path / folder, fallback_sharding=sharding, **item)
+            same(loaded, tree)
+    same(checkpointer.restore(tmp_path / "orbaxs", wide, strict=False), tree | {"w": padded})
 
 
 @pytest.mark.parametrize("restore", [ocp.args.StandardRestore, ocp.args.PyTreeRestore])
