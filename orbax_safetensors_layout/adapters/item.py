@@ -18,6 +18,7 @@ from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
     InvalidManifestError,
+    ShapeMismatchError,
     StorageError,
     UnexpectedTensorError,
     listed,
@@ -149,11 +150,14 @@ def begin_load(
     options: ReadOptions,
     *,
     partial: bool,
-    switch: str | None = None,  # lets the checkpoint hold more than the tree, for an error's hint
+    resizes: str,
+    leaves_out: str | None = None,
 ) -> Callable[[], Any]:
     """Holds the tree against the headers; returns a function that loads it.
 
-    With `partial`, leaves that the checkpoint lacks come back as they are given.
+    With `partial`, leaves that the checkpoint lacks come back as they are given. `resizes` is for
+    a hint what lets arrays be of other shapes than the tree's, `leaves_out` what lets the
+    checkpoint hold more than the tree.
     """
     request = LoadRequest(abstract, mapping, None, options, partial)
 
@@ -164,8 +168,15 @@ def begin_load(
     try:
         return begin_requested(path, request, open_catalog)
     except UnexpectedTensorError as error:
-        if switch is not None:
-            error.hint = f"Pass {switch} to leave them out, or put `...` in their place."
+        if leaves_out is not None:
+            error.hint = f"Pass {leaves_out} to leave them out, or put `...` in their place."
+        raise
+    except ShapeMismatchError as error:
+        if mapping is None:
+            error.hint = (
+                f"{error.hint} {resizes} cuts `jax.Array`s of as many dimensions, or fills them up"
+                " with zeros."
+            )
         raise
 
 

@@ -120,9 +120,15 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
             args = dataclasses.replace(wanted, item=metadata_v0(directory, mapping))
 
         def begin(abstract: Any) -> Callable[[], Any]:
-            switch = "`SafetensorsRestore(..., partial_restore=True)`"
-            strict = dataclasses.replace(options, strict=not partial)
-            return begin_load(directory, abstract, mapping, strict, partial=partial, switch=switch)
+            return begin_load(
+                directory,
+                abstract,
+                mapping,
+                dataclasses.replace(options, strict=not partial),
+                partial=partial,
+                resizes="`strict=False` (in `StandardRestore` or `ArrayRestoreArgs`)",
+                leaves_out="`SafetensorsRestore(..., partial_restore=True)`",
+            )
 
         if mapping is not None:  # which says what is cut or padded
             return begin(abstract_tree_of(args))()

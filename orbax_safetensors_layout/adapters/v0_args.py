@@ -55,12 +55,20 @@ def abstract_tree_of(args: Any, *, is_recorded: bool = False) -> Any:
     and so do typed PRNG keys where the item has their data. `is_recorded` says whether the
     checkpoint tells how its leaves were saved; of others the item says more.
     """
-    for name in ("transforms", "legacy_transform_fn"):
-        if getattr(args, name, None) not in (None, {}):
+    transforms = getattr(args, "transforms", None)
+    given = {
+        "transforms": bool(transforms),
+        "legacy_transform_fn": getattr(args, "legacy_transform_fn", None) is not None,
+        "transforms_default_to_original": transforms is not None
+        and not getattr(args, "transforms_default_to_original", True),
+    }
+    for name, is_given in given.items():
+        if is_given:
             raise SafetensorsLayoutError(
                 f"{type(args).__name__}.{name} is not supported for safetensors checkpoints",
-                hint="Restore under the checkpoint's own names, then change the tree; a part of it"
-                " with partial_restore=True or transforms={}.",
+                hint="Say what the leaves are made of, by `SafetensorsRestore(item, mapping=...)` or"
+                ' `osl.using(mapping=...)`: a new name is osl.rule("new", osl.tensor("old")) in an'
+                " osl.Mapping. A part of a checkpoint needs transforms={} alone.",
             )
     item = jax.tree.map(_described, _plain(getattr(args, "item", None)))
     overrides = _plain(getattr(args, "restore_args", None))

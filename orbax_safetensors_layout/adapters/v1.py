@@ -134,13 +134,19 @@ def begin_load_v1(
     abstract: Any,
     mapping: LeafMapping | None,
     options: ReadOptions,
-    switch: str | None = None,
+    leaves_out: str | None = None,
 ) -> Callable[[], Callable[[], Any]]:
     """Return `begin_load` for these, or where Orbax's context resizes arrays `begin_resized`."""
     context = _orbax.get_context()
     partial = context.pytree.loading.partial_load
     begin = functools.partial(
-        begin_load, path, mapping=mapping, options=options, partial=partial, switch=switch
+        begin_load,
+        path,
+        mapping=mapping,
+        options=options,
+        partial=partial,
+        resizes="`context.array.loading.enable_padding_and_truncation = True`",
+        leaves_out=leaves_out,
     )
     resizes = context.array.loading.enable_padding_and_truncation
     if not resizes or mapping is not None or abstract is None:  # a mapping says what is cut

@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from checkpoints import assert_same_bits, nested, save
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -21,6 +22,7 @@ from llama_folder import (
     sharded_abstract,
     sharding_of,
 )
+from orbax_calls import layout_context
 
 import orbax_safetensors_layout as osl
 
@@ -191,12 +193,44 @@ def test_metadata_describes_and_restores(folder, checkpointer):
                 assert_same_bits(restored[name], tensor)
 
 
-def test_transformations_are_refused(folder, checkpointer):
-    transforms = {"a": ocp.Transform(original_key="b")}
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"transforms": {"norm": ocp.Transform(original_key=NORM)}},
+        {"transforms": {}, "transforms_default_to_original": False},
+        {"legacy_transform_fn": lambda *_: None},
+    ],
+)
+def test_transformations_are_refused_for_a_mapping(folder, checkpointer, given):
+    item = {"norm": sharded_abstract()[NORM]}
+    hint = r"not supported.*mapping=\.\.\..*osl\.rule.*transforms=\{\} alone"
     for name in (osl.SafetensorsRestore, ocp.args.PyTreeRestore):
-        args = name(sharded_abstract(), transforms=transforms)
-        with pytest.raises(osl.SafetensorsLayoutError, match=r"not supported.*transforms=\{\}"):
-            checkpointer.restore(folder, args=args)
+        with pytest.raises(osl.SafetensorsLayoutError, match=hint):
+            checkpointer.restore(folder, args=name(item, **given))
+    mapping = osl.Mapping([osl.rule("norm", osl.tensor(NORM))], strict=False)
+    restored = checkpointer.restore(folder, args=osl.SafetensorsRestore(item, mapping=mapping))
+    assert_same_bits(restored["norm"], TENSORS[NORM])
+    with osl.using(mapping=mapping):
+        restored = checkpointer.restore(folder, args=ocp.args.StandardRestore(item))
+    assert_same_bits(restored["norm"], TENSORS[NORM])
+
+
+def test_the_error_of_a_shape_says_what_cuts_and_pads(folder, checkpointer):
+    item = {NORM: jax.ShapeDtypeStruct((99,), np.float32)}
+    args = ocp.args.PyTreeRestore(item, transforms={})
+    with pytest.raises(osl.ShapeMismatchError, match=r"mapping.*`strict=False`.*cuts `jax\.Array`s"):
+        checkpointer.restore(folder, args=args)
+    item |= dict.fromkeys(TENSORS.keys() - item.keys(), ...)
+    args = ocp.args.StandardRestore(item, strict=False)
+    size = TENSORS[NORM].size
+    restored = np.asarray(checkpointer.restore(folder, args=args)[NORM])
+    np.testing.assert_array_equal(restored[:size], TENSORS[NORM][:99].astype(np.float32))
+    context = layout_context(osl.SafetensorsLayout)
+    with context, pytest.raises(ValueError, match=r"enable_padding_and_truncation = True`"):
+        ocp_v1.load(folder, item)
+    context.array.loading.enable_padding_and_truncation = True
+    with context:
+        np.testing.assert_array_equal(ocp_v1.load(folder, item)[NORM], restored)
 
 
 def test_orbax_takes_a_single_file_for_an_incomplete_checkpoint(folder, checkpointer):
