@@ -34,14 +34,14 @@ from . import _orbax
 from .background import in_callers_context
 
 _HINT = "This folder holds safetensors files, not a checkpoint in Orbax's own format"
-_ADVICE = (
+ADVICE = (
     f"{_HINT}: restore it with orbax_safetensors_layout, for the item of this folder's name (v0:"
     " handler_registry=osl.handler_registry(name), v1: osl.context(name) or osl.install()), or make"
     " Orbax's own of it with osl.convert(...)"
 )
 # Orbax v1 takes a folder for a pytree by this file's presence. What is in it, only Orbax's own
 # handlers read; theirs is then the error "ValueError: '<the advice>' is not a valid KeyType".
-_ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": _ADVICE}]}}}
+_ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type": ADVICE}]}}}
 # A part of what was saved is gone if the manifest is; see `check_remains`.
 _WITH_MANIFEST = _ITEM_METADATA | {MANIFEST: True}
 _POLL_SECONDS = 0.05

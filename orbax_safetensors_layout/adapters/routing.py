@@ -18,7 +18,7 @@ from orbax_safetensors_layout.errors import SafetensorsLayoutError
 
 from . import _orbax
 from .background import in_background
-from .item import check_step
+from .item import ADVICE, check_step
 from .settings import NOTHING, Settings
 from .v1 import SafetensorsHandler
 
@@ -167,12 +167,14 @@ def _for_load(*args: Any, handler_typestr: str | None = None, **kwargs: Any) -> 
     resolve = functools.partial(
         _orbax.resolve_handler_for_load, *args, handler_typestr=handler_typestr, **kwargs
     )
-    own = _own()
-    is_ours = handler_typestr == _orbax.typestr(SafetensorsHandler)
-    if not is_ours or (own is None and not is_installed()):
+    if handler_typestr != _orbax.typestr(SafetensorsHandler):
         return resolve()
+    own = _own()
     ours = SafetensorsHandler(own or NOTHING)
     try:
-        return _ours_or(resolve(), ours)
+        handler = _ours_or(resolve(), ours)
     except _orbax.NoEntryError:
-        return ours
+        handler = ours
+    if handler is ours and own is None and not is_installed() and not _has_handler():
+        raise SafetensorsLayoutError(ADVICE)  # here Orbax's handler would fail, by a long text
+    return handler

@@ -115,9 +115,9 @@ class SafetensorsCheckpointHandler(ocp.AsyncCheckpointHandler):
         if loads_orbax_item(directory, lambda: abstract_tree_of(args), mapping, options):
             return restore_orbax_item(directory, args)
         partial = is_partial(args)
-        wanted: Any = args
-        if getattr(args, "fallback_sharding", None) is not None and wanted.item is None:
-            args = dataclasses.replace(wanted, item=metadata_v0(directory, mapping))
+        request: Any = args
+        if getattr(args, "fallback_sharding", None) is not None and request.item is None:
+            args = dataclasses.replace(request, item=metadata_v0(directory, mapping))
 
         def begin(abstract: Any) -> Callable[[], Any]:
             return begin_load(

@@ -66,9 +66,9 @@ def abstract_tree_of(args: Any, *, is_recorded: bool = False) -> Any:
         if is_given:
             raise SafetensorsLayoutError(
                 f"{type(args).__name__}.{name} is not supported for safetensors checkpoints",
-                hint="Say what the leaves are made of, by `SafetensorsRestore(item, mapping=...)` or"
-                ' `osl.using(mapping=...)`: a new name is osl.rule("new", osl.tensor("old")) in an'
-                " osl.Mapping. A part of a checkpoint needs transforms={} alone.",
+                hint="A mapping says what leaves are made of, in `SafetensorsRestore(item,"
+                ' mapping=...)` or `osl.using(mapping=...)`: a new name is osl.rule("new",'
+                ' osl.tensor("old")). A part of a checkpoint needs transforms={} alone.',
             )
     item = jax.tree.map(_described, _plain(getattr(args, "item", None)))
     overrides = _plain(getattr(args, "restore_args", None))

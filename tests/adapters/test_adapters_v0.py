@@ -218,7 +218,9 @@ def test_transformations_are_refused_for_a_mapping(folder, checkpointer, given):
 def test_the_error_of_a_shape_says_what_cuts_and_pads(folder, checkpointer):
     item = {NORM: jax.ShapeDtypeStruct((99,), np.float32)}
     args = ocp.args.PyTreeRestore(item, transforms={})
-    with pytest.raises(osl.ShapeMismatchError, match=r"mapping.*`strict=False`.*cuts `jax\.Array`s"):
+    with pytest.raises(
+        osl.ShapeMismatchError, match=r"mapping.*`strict=False`.*cuts `jax\.Array`s"
+    ):
         checkpointer.restore(folder, args=args)
     item |= dict.fromkeys(TENSORS.keys() - item.keys(), ...)
     args = ocp.args.StandardRestore(item, strict=False)

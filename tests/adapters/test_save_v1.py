@@ -319,10 +319,23 @@ def test_uninstalled_orbax_is_as_it_was(tmp_path):
 
 
 def test_without_the_handler_orbax_says_what_the_folder_holds(tmp_path):
-    with handler_context():
-        ocp.save(tmp_path / "a", state())
-    with pytest.raises(ValueError, match=r"holds safetensors files.*osl\.context"):
-        ocp.load(tmp_path / "a")
+    """Alone, not after a list of all handlers; the handler is used where the context has it."""
+    with ocp.training.Checkpointer(tmp_path / "run", context=osl.context("state")) as training:
+        training.save(0, state())
+    step = tmp_path / "run" / "0"
+    plain = ocp.training.Checkpointer(tmp_path / "run")
+    for call in (
+        lambda: ocp.load(step),
+        lambda: ocp.load_checkpointables(step, {"state": state()}),
+        lambda: ocp.metadata(step),
+        lambda: plain.load(0, state()),
+        lambda: plain.metadata(0),
+    ):
+        with pytest.raises(osl.SafetensorsLayoutError, match=r"^This folder holds.*osl\.context"):
+            call()
+    plain.close()
+    with osl.context("other"):
+        same(ocp.load(step), state())
 
 
 def test_partial_saves_are_refused_in_that_layout_alone(tmp_path, installed):
