@@ -24,6 +24,7 @@ from orbax_safetensors_layout.pytree import (
 )
 
 from .metadata import HostArrayMetadata
+from .orbaxs_boxes import BoxFitting, unfitted
 
 
 def leaf_dtypes(args: Any) -> Sequence[Any] | None:
@@ -96,15 +97,28 @@ def restore_orbax_item(directory: str | os.PathLike[str], args: Any) -> Any:
 
     A mapping in the arguments is refused; one of the handler is not for such items.
     """
-    folder = ocp_v1.path.Path(directory)
     if getattr(args, "mapping", None) is not None:
         raise SafetensorsLayoutError(
             "the item is in Orbax's own format, which is not restored through a mapping",
-            file=folder,
+            file=os.fspath(directory),
             hint="Leave it out where the item has the leaves that the mapping makes. Where it has"
             " those that the mapping takes, restore without one what"
             " osl.convert(path, target, mapping=..., inverse=False) makes.",
         )
+    item = _plain(getattr(args, "item", None))
+    if item is None:
+        return _restore_orbax_item(directory, args)
+    boxes = BoxFitting(directory)
+    fitted = boxes.fitted(item)
+    fields = {"item": fitted}
+    if getattr(args, "restore_args", None) is not None:
+        fields["restore_args"] = boxes.fitted(args.restore_args)
+    restored = _restore_orbax_item(directory, dataclasses.replace(args, **fields))
+    return unfitted(item, fitted, restored)
+
+
+def _restore_orbax_item(directory: str | os.PathLike[str], args: Any) -> Any:
+    folder = ocp_v1.path.Path(directory)
     if args is None or isinstance(args, ocp.args.StandardRestore):
         return ocp.StandardCheckpointHandler().restore(folder, args=args)
     if not isinstance(args, ocp.args.PyTreeRestore):
@@ -112,7 +126,8 @@ def restore_orbax_item(directory: str | os.PathLike[str], args: Any) -> Any:
         restore_args = getattr(args, "restore_args", None)
         if item is None and restore_args is None:
             fallback = getattr(args, "fallback_sharding", None)
-            return restore_orbax_item(folder, ocp.args.StandardRestore(fallback_sharding=fallback))
+            args = ocp.args.StandardRestore(fallback_sharding=fallback)
+            return _restore_orbax_item(folder, args)
         if restore_args is None:
             saved = ocp.StandardCheckpointHandler().metadata(folder).tree
             restore_args = _restore_args(item, saved, args)

@@ -24,6 +24,7 @@ from .background import in_background
 from .folder_creation import folders_being_made
 from .item import ItemSave, begin_load, is_orbax_item, loads_orbax_item
 from .metadata import metadata_v1
+from .orbaxs_boxes import BoxFitting, unfitted
 from .resized import begin_resized
 from .settings import NOTHING, Settings
 
@@ -98,8 +99,7 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         options, mapping = settings.read_options_v1(self._own), settings.current(self._own).mapping
         request = directory, lambda: abstract_checkpointable, mapping, options
         if await in_background(loads_orbax_item, *request):  # as a run's earlier steps may be
-            orbaxs: Any = ocp.handlers.PyTreeHandler()
-            return cast(Awaitable[Any], await orbaxs.load(directory, abstract_checkpointable))
+            return await _load_orbaxs(directory, abstract_checkpointable)
         strict = not _orbax.get_context().pytree.loading.partial_load
         # Orbax reports whatever is raised later as an incompatible handler.
         begin = begin_load_v1(
@@ -127,6 +127,21 @@ class SafetensorsHandler(ocp.CheckpointableHandler[Any, Any]):
         """Whether it is a tree of leaves that `osl.load` takes."""
         # Orbax silently turns to its own pytree handler for what is refused here.
         return all(map(_is_abstract_leaf, jax.tree.leaves(abstract_checkpointable)))
+
+
+async def _load_orbaxs(directory: ocp.path.Path, abstract: Any) -> Awaitable[Any]:
+    """Loads an item in Orbax's own format, leaves with or without the boxes that were saved."""
+    orbaxs: Any = ocp.handlers.PyTreeHandler()
+    if abstract is None:
+        return cast(Awaitable[Any], await orbaxs.load(directory))
+    boxes = await in_background(BoxFitting, directory)
+    fitted = boxes.fitted(abstract)
+    loading = await orbaxs.load(directory, fitted)
+
+    async def load() -> Any:
+        return unfitted(abstract, fitted, await loading)
+
+    return load()
 
 
 def begin_load_v1(

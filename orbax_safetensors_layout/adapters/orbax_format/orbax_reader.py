@@ -25,7 +25,7 @@ from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError
 from orbax_safetensors_layout.format import TensorKind
 from orbax_safetensors_layout.geometry import Box, cut
 from orbax_safetensors_layout.options import MIB
-from orbax_safetensors_layout.pytree import ValueBox, prng
+from orbax_safetensors_layout.pytree import ValueBox, dotted_name, prng
 from orbax_safetensors_layout.reading import VerifyingReader
 from orbax_safetensors_layout.storage import FULL
 
@@ -51,11 +51,7 @@ class OrbaxReader:
         self.path = path
         self._stores: dict[str, Any] = {}  # of TensorStore, by Orbax's names
         problems: dict[str, Exception] = {}
-        opening = {
-            jax.Array: _OpeningJax(self._stores, problems),
-            np.ndarray: _OpeningNumpy(self._stores, problems),
-        }
-        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=type_handler_registry(opening))
+        handler = _opening_handler(self._stores, problems)
         folder = ocp_v1.path.Path(os.path.abspath(path))
         try:
             tree = handler.restore(folder, args=ocp.args.PyTreeRestore())
@@ -153,6 +149,22 @@ class _OpeningJax(_Opening, _ArrayHandler): ...
 
 
 class _OpeningNumpy(_Opening, _NumpyHandler): ...
+
+
+def _opening_handler(stores: dict[str, Any], problems: dict[str, Exception]) -> Any:
+    """Return a handler of Orbax that opens arrays in place of restoring them."""
+    opening = {
+        jax.Array: _OpeningJax(stores, problems),
+        np.ndarray: _OpeningNumpy(stores, problems),
+    }
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=type_handler_registry(opening))
+
+
+def stored_names(path: str | os.PathLike[str]) -> set[str]:
+    """Return the dotted names of the leaves of an item that Orbax saved; opens no array."""
+    saved = _opening_handler({}, {}).metadata(ocp_v1.path.Path(path)).tree
+    leaves = jax.tree_util.tree_flatten_with_path(saved, is_leaf=lambda leaf: leaf is None)[0]
+    return {dotted_name(key_path) for key_path, _ in leaves}
 
 
 def _may_be_keys(store: Any) -> bool:
