@@ -57,7 +57,7 @@ class Inspection(NamedTuple):
 
     path: str
     model: str | None
-    problem: str | None  # what is wrong with the model's configuration
+    problem: str | None  # what is wrong with the model's configuration, or may be with shapes
     layout: str  # `hf`, `sharded` or `orbax`
     quantization: QuantizedWeights | None
     metadata: dict[str, str]
@@ -81,12 +81,14 @@ class Inspection(NamedTuple):
 def inspect(path: PathLike, *, only: str | Sequence[str] | None = None) -> Inspection:
     """Lists a safetensors checkpoint, or tensors by patterns as for `load`; reads no tensor."""
     with Catalog.open(path) as catalog:
-        entries = catalog.all_entries()
+        entries = catalog.entries(catalog.names, compares_shapes=True)
         names = catalog.names if only is None else catalog.select(only)
         config, problem = read_configuration(catalog)
         quantization = find_quantization(entries, config)
         if quantization is not None and quantization.problem:
             problem = quantization.problem
+        if catalog.doubt is not None:
+            problem = str(catalog.doubt.error)
         parameters = {} if quantization is None else quantization.parameters
         is_file = catalog.storage.is_file(catalog.path)
         root = (os.path.dirname(catalog.path) if is_file else catalog.path).rstrip("/") + "/"

@@ -12,6 +12,7 @@ from typing import Any
 from orbax_safetensors_layout.catalog import (
     ORBAX_ITEM,
     Discovery,
+    ExtentDoubt,
     as_recorded,
     check_save,
     check_whole,
@@ -39,6 +40,7 @@ from orbax_safetensors_layout.format import (
     WeightIndex,
     leaves,
     piece_name,
+    pieces_by_offsets,
 )
 from orbax_safetensors_layout.options import OnProgress, PathLike, ReadOptions, given_or_default
 from orbax_safetensors_layout.pytree import prng
@@ -176,7 +178,7 @@ class StructureCheck:
         tree, pieces = (None, None) if manifest is None else (manifest.tree, manifest.pieces)
         if pieces is not None:
             self._check_pieces(pieces)
-        else:
+        elif not self._check_offsets(has_index=discovery.weights is not None):
             self._check_whole(manifest)
         if tree is not None:
             self._check_keys(tree, pieces)
@@ -363,6 +365,19 @@ class StructureCheck:
             if pieces.save_id is not None:
                 with self._reporting("pieces"):
                     check_save(pieces.save_id, file, header)
+
+    def _check_offsets(self, *, has_index: bool) -> bool:
+        """Checks offsets of pieces, with an index file by file; returns whether there are some."""
+        with self._reporting("pieces"):
+            for file, header in self.headers.items() if has_index else ():
+                pieces_by_offsets({file: header}, file)
+            pieces = None if has_index else pieces_by_offsets(self.headers, self.path)
+            doubt = None if pieces is None else ExtentDoubt.of(pieces, self.path)
+            if doubt is not None:
+                finding = Finding("pieces", str(doubt.error), is_error=doubt.is_likely)
+                self.findings.append(finding)
+            return pieces is not None
+        return True
 
     def _check_stray(self, discovery: Discovery) -> None:
         if self.storage.is_file(self.path):

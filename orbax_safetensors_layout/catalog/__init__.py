@@ -14,7 +14,7 @@ from .discover import (
     resolve_checkpoint,
 )
 from .folder_names import is_beside, replaced_files
-from .piece_catalog import check_save, check_whole
+from .piece_catalog import ExtentDoubt, check_save, check_whole
 from .quantization import QuantizedWeights, find_quantization, refuse_casts_of_codes
 from .select import (
     added_prefix,

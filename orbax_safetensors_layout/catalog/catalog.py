@@ -23,6 +23,7 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.format import (
+    DCP_KEYS,
     MAIN_INDEX,
     MANIFEST,
     ONE_A_BYTE,
@@ -39,6 +40,7 @@ from orbax_safetensors_layout.format import (
     leaf_names,
     leaves,
     parse_header,
+    pieces_by_offsets,
     raise_error,
     unboxed_aliases,
 )
@@ -54,12 +56,13 @@ from orbax_safetensors_layout.storage import (
 )
 
 from .discover import Discovery, discover, read_manifest
-from .piece_catalog import PieceCatalog, check_whole
+from .piece_catalog import ExtentDoubt, PieceCatalog, check_whole
 from .select import missing_names, select_names
 
 ROTARY_BUFFER = "rotary_emb.inv_freq"
 """The end of names of tensors that transformers saved until 4.31, and no program takes."""
 _LARGE_HEADER_BYTES = 8 * MIB
+_OF_PIECES = {SAVE_ID, *DCP_KEYS}  # keys of metadata that speak of the files as they are
 _BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 
 
@@ -79,19 +82,21 @@ class Catalog:
         self._manifest_file = discovery.manifest_file
         self._manifest = manifest
         self._is_checked = False
-        self._has_index = discovery.weights is not None
+        self._index = discovery.weights
         self._headers = HeaderCache(storage)
         self._file_of: Mapping[str, str]
-        if manifest is not None and manifest.pieces is not None:
-            self._pieces = PieceCatalog(
-                manifest.pieces, discovery.files, self._headers.visit, manifest.dtypes()
-            )
-            self._file_of = dict.fromkeys(manifest.pieces.tensors, "")
-        elif discovery.weights is None:
+        pieces, files = None if manifest is None else manifest.pieces, discovery.files
+        if pieces is None and discovery.weights is None:
             headers = self._headers.fetch(self.files)
             if self.files != (path,):
                 for file, header in headers.items():
                     check_whole(file, header)
+            pieces, files = pieces_by_offsets(headers, path), [*headers]
+        if pieces is not None:
+            dtypes = {} if manifest is None else manifest.dtypes()
+            self._pieces = PieceCatalog(pieces, files, self._headers.visit, dtypes)
+            self._file_of = dict.fromkeys(pieces.tensors, "")
+        elif discovery.weights is None:
             self._file_of = _file_of(headers, path)
         else:
             paths = {name: join(path, name) for name in discovery.weights.files}
@@ -176,12 +181,20 @@ class Catalog:
         aliases = unboxed_aliases(saved)
         return aliases | dict(zip(boxed, saved, strict=True)) | dict(zip(saved, saved, strict=True))
 
-    def entries(self, names: Iterable[str]) -> dict[str, TensorEntry]:
+    @property
+    def doubt(self) -> ExtentDoubt | None:
+        """Doubt whether pieces are all of their tensors; None where shapes are recorded."""
+        return None if self._pieces is None else ExtentDoubt.of(self._pieces.stored, self.path)
+
+    def entries(
+        self, names: Iterable[str], *, compares_shapes: bool = False
+    ) -> dict[str, TensorEntry]:
         """Return the entries of some tensors, in the given order.
 
         Only headers of files that hold one of them are fetched, concurrently, and kept. A tensor
         that is stored in pieces is described as a whole; see `locate`. Where the manifest records
-        that bytes hold sub-byte elements, the dtype is theirs.
+        that bytes hold sub-byte elements, the dtype is theirs. `compares_shapes` says that the
+        caller holds all shapes against others; else such that are in doubt are refused.
         """
         names = list(dict.fromkeys(names))
         missing = [name for name in names if name not in self._file_of]
@@ -189,6 +202,9 @@ class Catalog:
             problems = [(f"Tensor '{name}' not found", name) for name in missing]
             raise missing_names(problems, self.names, path=self.path)
         if self._pieces is not None:
+            if not compares_shapes and not self._is_checked and self.doubt is not None:
+                self.doubt.refuse_or_warn()
+                self._is_checked = True
             return {name: self._pieces.whole(name) for name in names}
         headers = self._headers.fetch(sorted({self._file_of[name] for name in names}))
         lacking = [name for name in names if name not in headers[self._file_of[name]].tensors]
@@ -201,8 +217,25 @@ class Catalog:
                 expected="every tensor of the index in the file that the index gives it",
                 found=f"{len(lacking)} that are not",
             )
+        self._refuse_parts(headers)
         entries = {name: headers[self._file_of[name]].tensors[name] for name in names}
         return self._as_recorded(entries)
+
+    def _refuse_parts(self, headers: Mapping[str, Header]) -> None:
+        """Refuses pieces that an index takes for whole: processes wrote one file over another's."""
+        if not any(pieces_by_offsets({file: headers[file]}, file) for file in headers):
+            return
+        size = None if self._index is None else self._index.metadata.get("total_size")
+        every = self._headers.fetch(self.files).values()
+        nbytes = sum(entry.nbytes for header in every for entry in header.tensors.values())
+        if isinstance(size, int | float) and size > nbytes:
+            raise InvalidIndexError(
+                "files that torch's DCP wrote hold less than their index says, so parts of tensors",
+                file=self.path,
+                expected=f"total_size {size}",
+                found=f"{nbytes} bytes of tensors",
+                hint="Save again with save_distributed=True: several ranks have written one file.",
+            )
 
     def locate(
         self, regions: Mapping[str, Sequence[Box]]
@@ -247,7 +280,7 @@ class Catalog:
 
         Programs that read such files whole would take them: it would be another model.
         """
-        if not self._has_index:
+        if self._index is None:
             return
         unlisted = [
             (name, file)
@@ -331,8 +364,7 @@ class Catalog:
         merged: dict[str, str] = {}
         for file in reversed(self.files):
             merged.update(headers[file].metadata)
-        merged.pop(SAVE_ID, None)  # of a file of pieces by itself
-        return merged
+        return {key: value for key, value in merged.items() if key not in _OF_PIECES}
 
     def select(self, patterns: str | Sequence[str]) -> list[str]:
         """Return the names that match any of some patterns, in order; see `compile_pattern`."""
@@ -386,7 +418,8 @@ def _file_of(headers: Mapping[str, Header], path: str) -> dict[str, str]:
             tensor=name,
             expected="each name in one file",
             found="the name in two files",
-            hint=f"Add the '{MAIN_INDEX}' that says which file counts, or give one file's path.",
+            hint=f"Add the '{MAIN_INDEX}' that says which file counts. If each has a part of the"
+            " tensor, the program that wrote them has to make it whole.",
         )
     return file_of
 
@@ -419,9 +452,11 @@ class HeaderCache:
             return dict(self._headers)
 
     def visit(self, files: Sequence[str], look: Callable[[str, Header], None]) -> None:
-        """Calls `look`, on any thread, with each of some files and its header; none is kept."""
+        """Calls `look`, on any thread, with each of some files and its header; keeps no other."""
         with self._lock:
-            self._read_all(files, look)
+            for file in self._headers.keys() & files:
+                look(file, self._headers[file])
+            self._read_all([file for file in files if file not in self._headers], look)
 
     def _read_all(self, files: Sequence[str], take: Callable[[str, Header], None]) -> None:
         self._refused = None

@@ -45,6 +45,7 @@ from orbax_safetensors_layout.storage import (
 from .folder_names import (
     MODEL_FILE,
     check_complete,
+    check_no_ranks,
     files_of_model,
     index_name,
     stem_of,
@@ -261,6 +262,7 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
         return Discovery(path, files, None, manifest_file, manifest)
     names = _model_alone(names, path)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
+    check_no_ranks(names, path, on_error)
     check_complete(names, path, on_error)
     if files:
         return Discovery(path, files, None, manifest_file, manifest)

@@ -17,6 +17,7 @@ from orbax_safetensors_layout.format import (
     OnError,
     is_piece_file,
     parse_index,
+    without_rank,
 )
 from orbax_safetensors_layout.storage import Storage, join, read_file
 
@@ -27,6 +28,15 @@ _BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
 _OF_LIBRARIES = {"model", "pytorch_model", "diffusion_pytorch_model", *_BESIDE_A_MODEL}
 """Names of which libraries write variants; files of other names may be parts of one checkpoint."""
 _NUMBERED = re.compile(r"(.+)-(\d{1,255})-of-(\d{1,255})((?:\.[^.]+)?)\.safetensors")
+
+_OF_RANKS = {
+    r"model-rank-\d+-part-\d+": "vLLM or SGLang, as load format sharded_state",
+    r"rank\d+": "TensorRT-LLM",
+    r"tp\d+_sharded_checkpoint": "neuronx-distributed",
+    r"model\d+-mp(?!1$)\d+": "DeepSeek's own inference code",
+    r"(.*[^a-z])?[dept]p[-_]?rank[-_]?\d.*": "a program of parallel processes",
+}
+"""Who gives such names, without their ending, to files that have parts of the same tensors."""
 
 
 def visible_names(storage: Storage, folder: str) -> list[str]:
@@ -105,7 +115,7 @@ def _without_variants(names: Sequence[str]) -> list[str]:
 
 def stem_of(name: str) -> str:
     """Return the name of an index, file or numbered set without its ending, variant included."""
-    numbered = _NUMBERED.fullmatch(name)
+    numbered = _NUMBERED.fullmatch(without_rank(name))
     if numbered:
         return numbered[1] + numbered[4]
     return name.removesuffix(INDEX_SUFFIX).removesuffix(SUFFIX)
@@ -115,7 +125,7 @@ def check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
     """Reports missing files of a numbered set, which only an index would name."""
     sets: dict[tuple[str, str, str], set[int]] = {}  # by stem, count and variant
     for name in names:
-        numbered = _NUMBERED.fullmatch(name)
+        numbered = _NUMBERED.fullmatch(without_rank(name))
         if numbered:
             stem, number, count, variant = numbered.groups()
             sets.setdefault((stem, count, variant), set()).add(int(number))
@@ -145,6 +155,24 @@ def check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
                     expected=f"{int(count)} files {stem}-…-of-{count}{variant}{SUFFIX}",
                     found=f"{missing:,} missing: numbers {shown}",
                     hint="Complete the download, or give the path of one file.",
+                )
+            )
+
+
+def check_no_ranks(names: Sequence[str], path: str, on_error: OnError) -> None:
+    """Reports files of which each has its rank's part of each tensor, and none says which part."""
+    for pattern, writer in _OF_RANKS.items():
+        files = [n for n in names if re.fullmatch(pattern, n.removesuffix(SUFFIX)) and SUFFIX in n]
+        if files:
+            on_error(
+                InvalidIndexError(
+                    f"the files are those of {writer}: each has its rank's part of every tensor,"
+                    " and none says which",
+                    file=path,
+                    expected="files of whole tensors",
+                    found=listed(files, 3),
+                    hint="Give the checkpoint that they were made from, or, of a run of one rank,"
+                    " the path of a file.",
                 )
             )
 

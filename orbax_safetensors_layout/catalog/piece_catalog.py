@@ -8,11 +8,14 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from orbax_safetensors_layout.errors import InvalidManifestError
+from absl import logging
+
+from orbax_safetensors_layout.errors import InvalidIndexError, InvalidManifestError, listed
 from orbax_safetensors_layout.format import (
     DTYPES,
+    MAIN_INDEX,
     MANIFEST,
     SAVE_ID,
     DType,
@@ -20,6 +23,7 @@ from orbax_safetensors_layout.format import (
     StoredPieces,
     StoredTensor,
     TensorEntry,
+    absent_files,
     is_piece_file,
     piece_file_prefix,
     piece_name,
@@ -55,6 +59,44 @@ def check_whole(file: str, header: Header) -> None:
             hint="The copy of the checkpoint may be incomplete. A file by its own path has what is"
             " in it.",
         )
+
+
+class ExtentDoubt(NamedTuple):
+    """Doubt whether pieces are all of their tensors, whose shapes no file has."""
+
+    error: InvalidIndexError
+    is_likely: bool  # only one rank wrote, or the names of the files leave some out
+
+    @classmethod
+    def of(cls, stored: StoredPieces, path: str) -> Self | None:
+        """Return the doubt about pieces in a folder; None where shapes are recorded."""
+        if not stored.by_offsets:
+            return None
+        ranks, absent = stored.ranks(), absent_files(stored.files)
+        is_one = len(ranks) == 1
+        held = "those of one rank" if is_one else f"those of {len(ranks)} ranks up to {ranks[-1]}"
+        hint = "Load with a tree that has all shapes: they are compared."
+        if is_one:
+            hint += f" Or, if one rank wrote all, add '{MAIN_INDEX}' that says which file has what."
+        error = InvalidIndexError(
+            "files of torch's DCP do not say how large tensors are, so parts may be missing",
+            file=path,
+            expected="the files of all ranks",
+            found=f"{held}, without {listed(absent, 3)}" if absent else held,
+            hint=hint,
+        )
+        return cls(error, is_one or bool(absent))
+
+    @property
+    def hint(self) -> str:
+        """Hint for shapes that differ."""
+        return f"But {self.error.message}: here are {self.error.found}."
+
+    def refuse_or_warn(self) -> None:
+        """Refuses files of which some are likely to be missing, and else warns."""
+        if self.is_likely:
+            raise self.error
+        logging.warning("%s", self.error)
 
 
 class _Piece(NamedTuple):
@@ -164,7 +206,7 @@ class PieceCatalog:
             pieces = []
             for start, stop, file in self.stored.classes[tensor.number]:
                 box = Box(start, stop)
-                suffix = piece_name("", tensor.shape, box)
+                suffix = "" if self.stored.by_offsets else piece_name("", tensor.shape, box)
                 pieces.append(_Piece(box, box.shape, box.size, file, ranks[file], suffix))
                 ranks[file] += 1
             self._classes[key] = tuple(pieces)
@@ -228,7 +270,7 @@ class PieceCatalog:
             for name in self._by_class[key]:
                 code = self.stored.tensors[name].dtype
                 for piece in pieces:
-                    entry = header.tensors.get(_name(name, piece))
+                    entry = header.tensors.get(self._name(name, piece))
                     fits = entry and entry.shape == piece.shape and entry.dtype.code == code
                     starts.append(entry.start if entry and fits else -1)
         return _FileStarts(first, starts)
@@ -242,15 +284,20 @@ class PieceCatalog:
         dtype = self._dtypes.get(name) or DTYPES[tensor.dtype]
         stop = start + piece.elements * dtype.bits // 8
         return TensorEntry(
-            _name(name, piece), dtype, piece.shape, self._files[piece.file], start, stop
+            self._name(name, piece), dtype, piece.shape, self._files[piece.file], start, stop
         )
+
+    def _name(self, name: str, piece: _Piece) -> str:
+        if piece.suffix or self.stored.by_offsets or "@" not in name:
+            return name + piece.suffix
+        return piece_name(name, piece.shape, piece.box)
 
     def _absent(self, name: str, piece: _Piece) -> InvalidManifestError:
         file, held = self._files[piece.file], "none"
 
         def look(_: str, header: Header) -> None:
             nonlocal held
-            entry = header.tensors.get(_name(name, piece))
+            entry = header.tensors.get(self._name(name, piece))
             if entry is not None:
                 held = f"{entry.dtype.code} {list(entry.shape)}"
 
@@ -258,14 +305,8 @@ class PieceCatalog:
         return InvalidManifestError(
             "a file does not hold the piece that the manifest says",
             file=file,
-            tensor=_name(name, piece),
+            tensor=self._name(name, piece),
             expected=f"{self.stored.tensors[name].dtype} {list(piece.shape)}",
             found=held,
             hint=_MIXED,
         )
-
-
-def _name(name: str, piece: _Piece) -> str:
-    if piece.suffix or "@" not in name:
-        return name + piece.suffix
-    return piece_name(name, piece.shape, piece.box)

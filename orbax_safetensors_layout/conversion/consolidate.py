@@ -86,10 +86,12 @@ def consolidate(
                         finish_interrupted(os.path.realpath(catalog.path))
                 return
             raise SafetensorsLayoutError(
-                "the checkpoint is not stored in pieces",
+                "the checkpoint was not saved in pieces by this package",
                 file=path,
                 expected='layout "sharded"',
-                hint="It needs no consolidation.",
+                hint="It needs no consolidation."
+                if catalog.layout == "hf"
+                else "Pieces that torch's DCP wrote are put together by osl.convert(path, target).",
             )
         verifying = VerifyingReader.open(catalog.storage, catalog.path)
         options = dataclasses.replace(

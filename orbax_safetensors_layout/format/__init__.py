@@ -56,14 +56,18 @@ from .manifest import (
     parse_manifest,
 )
 from .pieces import (
+    DCP_KEYS,
     NO_SAVE_ID,
     SAVE_ID,
     StoredBox,
     StoredPieces,
     StoredTensor,
+    absent_files,
     is_piece_file,
     piece_file_prefix,
     piece_name,
+    pieces_by_offsets,
+    without_rank,
 )
 from .schema import Schema, short_repr
 from .tree import (

@@ -74,6 +74,18 @@ class Box(NamedTuple):
             a >= b for a, b in zip(self.stop, other.stop, strict=True)
         )
 
+    def without(self, other: Box) -> Iterator[Box]:
+        """Yields boxes that cover what another leaves of this one, each index once."""
+        common, left = self.intersect(other), self
+        if common is None:
+            yield self
+            return
+        for axis, (low, high) in enumerate(zip(*common, strict=True)):
+            for start, stop in ((left.start[axis], low), (high, left.stop[axis])):
+                if start < stop:
+                    yield left.along(axis, start, stop)
+            left = left.along(axis, low, high)
+
 
 class Tile(NamedTuple):
     """A box that equal smaller boxes tile as a grid."""

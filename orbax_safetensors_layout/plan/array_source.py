@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from orbax_safetensors_layout.catalog import Catalog
+from orbax_safetensors_layout.errors import MappingError
 from orbax_safetensors_layout.format import ONE_A_BYTE, SUB_BYTE, TensorEntry
 from orbax_safetensors_layout.geometry import (
     AffineView,
@@ -451,15 +452,22 @@ def array_sources(
     names: Dict[str, tuple[int, ...] | None] | None = None,  # with their shapes, if known
 ) -> dict[str, ArraySource]:
     """Return arrays, those of `names` or all, by name; only headers that are needed are fetched."""
+    is_known = names is not None and None not in names.values()
     if mapping is None:
-        entries = catalog.entries(catalog.names if names is None else names)
+        asked = catalog.names if names is None else names
+        entries = catalog.entries(asked, compares_shapes=is_known)
         in_pieces = catalog if catalog.layout == "sharded" else None
         return {name: StoredSource(entry, in_pieces) for name, entry in entries.items()}
     check_mapping(mapping)
     matched = mapping.match(catalog.names, names)
-    tensors = StoredTensors(catalog.entries(matched.needs()), catalog)
-    with frozen_heap():  # the headers' entries, too
-        bound = matched.bind(tensors.entries, tensors.pieces)
+    tensors = StoredTensors(catalog.entries(matched.needs(), compares_shapes=is_known), catalog)
+    try:
+        with frozen_heap():  # the headers' entries, too
+            bound = matched.bind(tensors.entries, tensors.pieces)
+    except MappingError as error:
+        if error.hint is None and catalog.doubt is not None:
+            error.hint = catalog.doubt.hint
+        raise
     return {name: MappedSource(leaf, tensors) for name, leaf in bound.leaves.items()}
 
 

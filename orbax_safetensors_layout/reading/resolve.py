@@ -147,7 +147,8 @@ def source_leaves(
     if mapping is None:
         names = [stored_name(catalog, abstract) for abstract in parsed]
         try:
-            sources = array_sources(catalog, None, dict.fromkeys(names))
+            asked = {name: leaf.shape for name, leaf in zip(names, parsed, strict=True)}
+            sources = array_sources(catalog, None, asked)
         except MissingTensorError as error:
             if names == [""]:
                 error.hint = (
@@ -168,9 +169,8 @@ def source_leaves(
         }
         shapes.update((name, abstract.shape) for name, abstract in zip(names, parsed, strict=True))
         sources = array_sources(catalog, mapping, shapes)
-        asked = set(names)
         for leaf, source in sources.items():
-            if leaf not in asked and isinstance(source, MappedSource):
+            if leaf not in names and isinstance(source, MappedSource):
                 check_left_out(leaf, source.bound)
         catalog.refuse_unlisted(mapping.leaves_out)
     pairs = zip(parsed, names, strict=True)
@@ -235,11 +235,12 @@ def stored_name(catalog: Catalog, abstract: AbstractLeaf) -> str:
 def _check_shape(abstract: AbstractLeaf, source: ArraySource) -> None:
     shape = source.shape
     if abstract.shape is not None and abstract.shape != shape:
+        doubt = None if source.catalog is None else source.catalog.doubt
         raise ShapeMismatchError(
             "Shape mismatch",
             expected=f"{abstract.shape} (the abstract tree)",
             found=f"{shape} (the file)",
-            hint=_SHAPE_HINT,
+            hint=_SHAPE_HINT if doubt is None else doubt.hint,
         )
     check_holdable(shape, source.dtype)
 
