@@ -153,10 +153,10 @@ def pieces_by_offsets(headers: Mapping[str, Header], folder: str) -> StoredPiece
             )
         shape = tuple(map(max, zip(*(box.stop for _, box in pieces), strict=True)))
         boxes = tuple(box for _, box in pieces if box.box.size) or (pieces[0][1],)
+        if (shape, boxes) not in classes and (problem := _untiled(shape, boxes)):
+            problems[len(classes)] = problem
         number = classes.setdefault((shape, boxes), len(classes))
         tensors[name] = StoredTensor(pieces[0][0].dtype.code, shape, number)
-        if number == len(classes) - 1 and (problem := _untiled(shape, boxes)):
-            problems[number] = problem
     broken = [name for name, tensor in tensors.items() if tensor.number in problems]
     if broken:
         of_first = tensors[broken[0]]
