@@ -301,7 +301,7 @@ class PreparedSave:
         parts = () if self.mapping is None else self.mapping.chain()
         rules = [described_rule(rule) for part in parts for rule in part.rules]
         digest.update(repr((tensors, rules)).encode())
-        local = self.values.local_names()
+        local = self.values.local_names
         description = f"{len(tensors)} tensors of {sum(t.nbytes for t in tensors):,} bytes"
         if local:
             description += f", of which {len(local)} are its own: {listed(map(repr, local), 3)}"

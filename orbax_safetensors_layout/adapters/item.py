@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
 from orbax_safetensors_layout.catalog import Catalog, is_safetensors_checkpoint
@@ -18,6 +19,7 @@ from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
     InvalidManifestError,
+    MismatchError,
     ShapeMismatchError,
     StorageError,
     UnexpectedTensorError,
@@ -28,6 +30,7 @@ from orbax_safetensors_layout.load import LoadRequest, begin_requested, telling_
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions
 from orbax_safetensors_layout.save import PreparedSave, save_group
+from orbax_safetensors_layout.sharding import decode_sharding
 from orbax_safetensors_layout.storage import open_storage, storage_errors
 
 from . import _orbax
@@ -163,7 +166,12 @@ def begin_load(
 
     def open_catalog() -> Catalog:
         check_remains(path)
-        return request.open(path)
+        with contextlib.ExitStack() as on_error:
+            catalog = on_error.enter_context(request.open(path))
+            if abstract is None and mapping is None:
+                _check_devices(catalog)
+            on_error.pop_all()
+        return catalog
 
     try:
         return begin_requested(path, request, open_catalog)
@@ -178,6 +186,22 @@ def begin_load(
                 " with zeros."
             )
         raise
+
+
+def _check_devices(catalog: Catalog) -> None:
+    """Refuses to restore everything as it was where there are no such devices, as Orbax does."""
+    manifest = catalog.manifest()
+    for record in () if manifest is None else manifest.shardings:
+        if decode_sharding(record) is None:
+            raise MismatchError(
+                "arrays cannot go back to the devices that they were saved from",
+                file=catalog.path,
+                expected=record,
+                found=f"{len(jax.devices())} devices",
+                hint="Give a tree with shardings to restore; the item's metadata is one without, of"
+                " which arrays go to all devices. Or give StandardRestore(fallback_sharding=...)."
+                " `osl.load(path)` gives numpy arrays.",
+            )
 
 
 def loads_orbax_item(

@@ -81,11 +81,19 @@ class HostValues:
     On the CPU backend they are views of the shards' own memory: JAX does not reuse it while they
     live, also not for a donated array (seen with jax 0.7 to 0.12; `test_save_v0.py` checks it).
     They are views of numpy arrays, too, until `capture`; then the caller may overwrite these.
+
+    Attributes:
+        local_names: The names of arrays that are on devices of this process alone.
     """
 
     def __init__(self, values: Sequence[Any], leaves: Sequence[LeafWrite]) -> None:
         self._values = list(values)
         self._leaves = leaves
+        self.local_names = [
+            name
+            for name, value in self.named()
+            if isinstance(value, jax.Array) and value.is_fully_addressable
+        ]
         self._numbers: dict[tuple[Sharding, tuple[int, ...]], dict[Box, int]] = {}
         self._captured: dict[tuple[int, tuple[int, ...]], _Captured] = {}
         self._lock = threading.Lock()
@@ -103,14 +111,6 @@ class HostValues:
 
     def name(self, leaf: int) -> str:
         return self._leaves[leaf].tensor.name
-
-    def local_names(self) -> list[str]:
-        """Return the names of arrays that are on devices of this process alone."""
-        return [
-            name
-            for name, value in self.named()
-            if isinstance(value, jax.Array) and value.is_fully_addressable
-        ]
 
     def cut(self, part: FilePart, budget_bytes: int) -> Iterator[FilePart]:
         """Yields a part, or slabs of one beside which no other of its size would fit a budget."""

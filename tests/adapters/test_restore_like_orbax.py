@@ -350,6 +350,34 @@ def test_a_leaf_where_the_checkpoint_has_a_tree_is_not_absent(tmp_path, item):
         ours.restore(tmp_path / "a", args=PyTree(item, transforms={}))
 
 
+@pytest.mark.parametrize("spec", [P("x", "y"), P(), None])
+def test_fewer_devices_than_were_saved_from_need_a_tree(tmp_path, monkeypatch, spec):
+    state = {"w": place(np.ones((8, 4), np.float32), spec or P()), "n": 3}
+    if spec is None:
+        state["w"] = jax.device_put(state["w"], jax.devices()[5])
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    ours.save(tmp_path / "v0", args=ocp.args.StandardSave(state))
+    with osl.context("state"):
+        ocp_v1.save(tmp_path / "v1", state)
+    devices = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    refused = r"devices that they were saved from.*found: 4 devices.*Give a tree.*fallback_sharding"
+    for args in (Standard(), PyTree(), osl.SafetensorsRestore()):
+        with pytest.raises(ValueError, match=refused):
+            ours.restore(tmp_path / "v0", args=args)
+    with osl.context("state"), pytest.raises(ValueError, match=refused):
+        ocp_v1.load(tmp_path / "v1")
+    here = NamedSharding(mesh_of(x=4), P())
+    described = ours.metadata(tmp_path / "v0").item_metadata
+    for args in (Standard(fallback_sharding=here), Standard(described)):
+        loaded = ours.restore(tmp_path / "v0", args=args)
+        same(loaded, state | {"w": jax.device_put(state["w"], here)})
+    with osl.context("state"):
+        loaded = ocp_v1.load(tmp_path / "v1", ocp_v1.metadata(tmp_path / "v1").metadata)
+    same(loaded, state | {"w": jax.device_put(state["w"], here)})
+    same(osl.load(tmp_path / "v0"), state | {"w": np.asarray(state["w"])})
+
+
 def test_what_is_not_cut_or_padded(tmp_path):
     state = {
         "host": np.ones((2, 3)),

@@ -1,5 +1,6 @@
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from cluster_trees import make_tree
 
 import orbax_safetensors_layout as osl
@@ -26,4 +27,12 @@ def main(path, target, kind):
         text = str(error)
     else:
         text = None
-    return {"error": text, "old": osl.load(target)["old"].tolist()}
+    in_background = None
+    if kind == "local":
+        with ocp.AsyncCheckpointer(osl.SafetensorsLayout()) as checkpointer:
+            checkpointer.save(f"{target}-step", tree)
+            try:
+                checkpointer.wait_until_finished()
+            except osl.PeerError as error:
+                in_background = str(error)
+    return {"error": text, "in_background": in_background, "old": osl.load(target)["old"].tolist()}
