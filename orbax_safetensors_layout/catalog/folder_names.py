@@ -125,10 +125,13 @@ def check_complete(names: Sequence[str], path: str, on_error: OnError) -> None:
     """Reports missing files of a numbered set, which only an index would name."""
     sets: dict[tuple[str, str, str], set[int]] = {}  # by stem, count and variant
     for name in names:
-        numbered = _NUMBERED.fullmatch(without_rank(name))
+        plain = without_rank(name)
+        numbered = _NUMBERED.fullmatch(plain)
         if numbered:
             stem, number, count, variant = numbered.groups()
-            sets.setdefault((stem, count, variant), set()).add(int(number))
+            # Ranks have no file where they had nothing to write; see `absent_files`.
+            own = {int(number)} if plain == name else {*range(1, int(count) + 1)}
+            sets.setdefault((stem, count, variant), set()).update(own)
     counts = sorted({count for _, count, _ in sets}, key=int)
     if len(sets) > len({(stem, variant) for stem, _, variant in sets}):
         on_error(

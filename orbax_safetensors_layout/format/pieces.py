@@ -23,7 +23,7 @@ from .schema import Schema, short_repr
 
 _MOST_CORNERS = 1 << 21
 _MIXED = "Files of two saves may be mixed in it."
-_dcp_file = re.compile(r"(?:.*/)?shard-(\d{5})-(model-(\d+-of-\d+)\.safetensors)").fullmatch
+_dcp_file = re.compile(r"(?:.*/)?shard-(\d{5})-(model-(\d{5})-of-(\d{5})\.safetensors)").fullmatch
 _ends_like_a_piece = re.compile(r"@(\d+(,\d+)*)?\Z").search
 
 
@@ -110,11 +110,13 @@ def absent_files(files: Iterable[str]) -> list[str]:
     A rank has no file where it had nothing to write.
     """
     matches = [match for match in map(_dcp_file, files) if match]
-    names = {(int(match[1]), match[3]) for match in matches}
-    ranks = range(1, max((rank for rank, _ in names), default=0) + 1)
-    numbers = sorted({number for _, number in names})
-    absent = [pair for pair in itertools.product(ranks, numbers) if pair not in names]
-    return [f"shard-{rank:05}-model-{number}.safetensors" for rank, number in absent]
+    names = {(int(match[1]), int(match[3])) for match in matches}
+    if not names:
+        return []
+    ranks, count = range(1, max(names)[0] + 1), matches[0][4]
+    every = itertools.product(ranks, range(1, int(count) + 1))
+    absent = [pair for pair in every if pair not in names]
+    return [f"shard-{rank:05}-model-{n:05}-of-{count}.safetensors" for rank, n in absent]
 
 
 def pieces_by_offsets(headers: Mapping[str, Header], folder: str) -> StoredPieces | None:
@@ -196,14 +198,14 @@ def _offsets(file: str, header: Header) -> Iterator[tuple[TensorEntry, tuple[int
 
 def _untiled(shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> str | None:
     """Return what is wrong with boxes that do not tile a shape."""
-    distinct = {stored.box for stored in boxes}
+    parts = sorted(stored.box for stored in boxes)
     left = [Box.whole(shape)] if math.prod(shape) else []
-    for box in sorted(distinct):
+    for box in parts:
         left = [part for region in left for part in region.without(box)]
     if left:
         return f"nothing for {listed(map(_region, left), 3)}"
-    overlaps = sum(box.size for box in distinct) > math.prod(shape)
-    return f"overlapping boxes {listed(map(_region, sorted(distinct)), 5)}" if overlaps else None
+    overlaps = sum(box.size for box in parts) > math.prod(shape)
+    return f"boxes that overlap: {listed(map(_region, parts), 5)}" if overlaps else None
 
 
 def _region(box: Box) -> str:
