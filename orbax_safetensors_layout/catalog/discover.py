@@ -35,7 +35,9 @@ from orbax_safetensors_layout.format import (
 from orbax_safetensors_layout.storage import (
     LocalStorage,
     Storage,
+    check_link,
     check_path,
+    hub_hint,
     join,
     local_path,
     open_storage,
@@ -273,6 +275,8 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
 
 
 def _not_found(storage: Storage, path: str, item: str | None = None) -> CheckpointNotFoundError:
+    if storage.kind == "local":
+        check_link(path)
     names = visible_names(storage, path)
     content = [*names, *(f"{name}/" for name in storage.folders(path))]
     is_there = content or (storage.kind == "local" and os.path.isdir(path))
@@ -303,6 +307,8 @@ def _hint(storage: Storage, folder: str) -> str | None:
         hints.append(
             "In the cache of the hub, give the folder of a commit: models--…/snapshots/<commit>."
         )
+    if not hints and storage.kind == "local" and not os.path.exists(folder):
+        return hub_hint(folder)
     return " ".join(hints) or None
 
 

@@ -23,8 +23,8 @@ from orbax_safetensors_layout.storage import Storage, join, read_file
 
 _MOST_SHOWN = 5
 MODEL_FILE, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors")
-_BESIDE_A_MODEL = ("adapter_model", "pytorch_lora_weights", "consolidated")
-"""Prefixes of files that PEFT, Diffusers and Mistral put beside a model's own, of any name."""
+_BESIDE_A_MODEL = ("adapter_model", "adapters", "pytorch_lora_weights", "consolidated")
+"""Prefixes of files that PEFT, MLX, Diffusers and Mistral put beside a model's, of any name."""
 _OF_LIBRARIES = {"model", "pytorch_model", "diffusion_pytorch_model", *_BESIDE_A_MODEL}
 """Names of which libraries write variants; files of other names may be parts of one checkpoint."""
 _NUMBERED = re.compile(r"(.+)-(\d{1,255})-of-(\d{1,255})((?:\.[^.]+)?)\.safetensors")

@@ -86,7 +86,7 @@ def consolidate(
                         finish_interrupted(os.path.realpath(catalog.path))
                 return
             raise SafetensorsLayoutError(
-                "the checkpoint was not saved in pieces by this package",
+                "the checkpoint is not stored in pieces of this package",
                 file=path,
                 expected='layout "sharded"',
                 hint="It needs no consolidation."

@@ -34,6 +34,8 @@ from .dtypes import (
 )
 from .file_layout import FileLayout, NewTensor, index_bytes, lay_out, natural_key, split
 from .header import (
+    LFS_HINT,
+    LFS_POINTER,
     PREFIX_BYTES,
     Header,
     OnError,

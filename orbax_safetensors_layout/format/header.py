@@ -29,7 +29,15 @@ _FIELDS = ("dtype", "shape", "data_offsets")
 _FIELD_SET = set(_FIELDS)
 _LONGEST_ENTRY = 8192  # characters; that of a shape of 64 dimensions has about 1,400
 _USIZE_MAX = (1 << 64) - 1
-_GIT_LFS_PREFIX = b"version "
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_HINT = "It is a Git LFS pointer; run `git lfs pull`."
+_OTHERS = {
+    LFS_POINTER[:PREFIX_BYTES]: LFS_HINT,
+    b"PK\x03\x04": "It begins as files of torch.save do: torch's DCP writes numbers and the like"
+    " so. Save tensors alone.",
+    b"<": "It looks like a web page, which a server gave in its place.",
+}
+"""Hints by the beginnings of files that are taken for safetensors."""
 
 
 def raise_error(error: FormatError) -> NoReturn:
@@ -68,13 +76,12 @@ def header_length(prefix: bytes, *, file: str, file_size: int) -> int:
         schema.raise_error(problem, f"at least {PREFIX_BYTES} bytes", found)
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if length > MAX_HEADER_BYTES:
-        is_pointer = prefix.startswith(_GIT_LFS_PREFIX)
         raise InvalidHeaderError(
             "the header's length is out of range, so this is not a safetensors file",
             file=file,
             expected=f"at most {MAX_HEADER_BYTES} bytes",
             found=f"{length} bytes",
-            hint="It looks like a Git LFS pointer; run `git lfs pull`." if is_pointer else None,
+            hint=next((_OTHERS[begin] for begin in _OTHERS if prefix.startswith(begin)), None),
         )
     if PREFIX_BYTES + length > file_size:
         expected = f"at least {PREFIX_BYTES + length} bytes"

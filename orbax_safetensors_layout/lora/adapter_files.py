@@ -14,6 +14,7 @@ import numpy as np
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
+    FormatError,
     StorageError,
     UnsupportedDtypeError,
     listed,
@@ -35,6 +36,7 @@ WEIGHTS_FILE = f"{STEM}.safetensors"
 
 _KEPT_BYTES = 64 * MIB  # of tensors that were read, in case that other shards take them
 _PART_BYTES = 8 * MIB  # of tensors that are side by side in the file, and are read at once
+_MLX_FILE = "adapters.safetensors"
 _MOST_LISTED = 100  # folders that are looked at for adapters
 
 
@@ -170,6 +172,14 @@ def opened(path: str | os.PathLike[str], options: ReadOptions) -> Iterator[tuple
         try:
             yield storage, folder
         except CheckpointNotFoundError as error:
+            if _MLX_FILE in storage.list(folder):
+                raise FormatError(
+                    "the adapter is one of MLX, whose matrices are transposed",
+                    file=join(folder, _MLX_FILE),
+                    expected=f"PEFT's {WEIGHTS_FILE}",
+                    hint="osl.load gives its tensors as they are: lora_a [in, rank] is PEFT's"
+                    " lora_A.weight transposed, lora_b its lora_B.weight, and scale alpha / rank.",
+                ) from error
             inside = [
                 name for name in storage.folders(folder)[:_MOST_LISTED]
                 if storage.is_file(join(join(folder, name), CONFIG_FILE))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orbax_safetensors_layout.errors import CheckpointNotFoundError, FormatError, StorageError
+from orbax_safetensors_layout.format import LFS_HINT, LFS_POINTER
 from orbax_safetensors_layout.options import KIB
 
 Buffer: TypeAlias = memoryview  # of bytes, writable and contiguous
@@ -241,10 +242,13 @@ def read_file(
     most_bytes: int = MAX_DOCUMENT_BYTES,
     error: type[FormatError] = FormatError,
 ) -> bytes:
-    """Return a small file, called `subject` in the `error` that a large, hostile one raises."""
+    """Return a small file, called `subject` in the `error` of one that is large, or a pointer."""
     size = storage.size(file)
     error.check_size(subject, size, most_bytes, file=file)
-    return read_range(storage, file, 0, size)
+    data = read_range(storage, file, 0, size)
+    if data.startswith(LFS_POINTER):
+        raise error(f"{subject} is not there itself", file=file, hint=LFS_HINT)
+    return data
 
 
 def read_range(storage: RangeReader, file: str, start: int, size: int) -> bytes:

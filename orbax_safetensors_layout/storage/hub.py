@@ -241,7 +241,10 @@ class HubStorage(RemoteStorage):
             )
         if isinstance(error, errors.RevisionNotFoundError):
             return CheckpointNotFoundError(
-                f"the repository has no revision {self._revision!r}", file=root, found=found
+                f"the repository has no revision {self._revision!r}",
+                file=root,
+                found=found,
+                hint="A slash in the name of a branch is written as %2F, as in @my%2Fbranch.",
             )
         if status == 412:
             text = "somebody else has committed to the branch meanwhile"

@@ -36,6 +36,26 @@ _MANY_OPEN = "Raise the limit of open files (ulimit -n); larger max_file_bytes m
 FULL = "Free space on the disk and repeat the call; what is written so far is kept."
 
 
+def check_link(path: str) -> None:
+    """Refuses a link that leads nowhere, as one of the hub's cache does whose blob is gone."""
+    if os.path.islink(path) and not os.path.exists(path):
+        raise StorageError(
+            "the link leads nowhere",
+            file=path,
+            found=os.readlink(path),
+            hint="If it is in the cache of the hub, or copied from there, download the repository"
+            " again; copy such folders with `cp -rL`.",
+        )
+
+
+def hub_hint(path: str) -> str | None:
+    """Return how the path of a repository of the hub is given, where a path looks like its name."""
+    parts = os.path.relpath(path).split(os.sep)
+    if len(parts) < 2 or parts[0] in ("..", ".") or os.path.lexists(parts[0]):
+        return None
+    return f"If a repository of the hub is meant, give 'hf://{parts[0]}/{parts[1]}'."
+
+
 class PinnedFolder:
     """A folder that stays the same one, with what is in it, wherever it is moved.
 
@@ -110,9 +130,12 @@ class PinnedFile:
         except FileNotFoundError as error:
             if folder is not None and folder.is_moved():
                 raise replaced(name) from error
+            check_link(name)
             above = os.path.dirname(name)
             also = None if os.path.isdir(above) else f"there is no folder {above!r} either"
-            raise CheckpointNotFoundError("no such file", file=name, found=also) from error
+            raise CheckpointNotFoundError(
+                "no such file", file=name, found=also, hint=hub_hint(name)
+            ) from error
         except OSError as error:
             raise StorageError("cannot open the file", file=name, found=error.strerror) from error
         with closed_on_error(self.fd), storage_errors("cannot open the file", name):

@@ -27,7 +27,7 @@ from orbax_safetensors_layout.format import SUFFIX
 from orbax_safetensors_layout.mapping import parse_config, plain_configurations
 from orbax_safetensors_layout.options import MIB, PathLike, WriteOptions, is_floating
 from orbax_safetensors_layout.plan import PIECES_FOLDER
-from orbax_safetensors_layout.storage import Storage, join, open_storage, read_file
+from orbax_safetensors_layout.storage import Storage, check_link, join, open_storage, read_file
 
 from .commit import appearance_rank
 
@@ -208,6 +208,7 @@ def _check_links(folder: str, names: Iterable[str]) -> None:
     root = pathlib.Path(os.path.realpath(folder))
     caches = [above.parent / "blobs" for above in root.parents if above.name == "snapshots"]
     for name in names:
+        check_link(join(folder, name))
         place = pathlib.Path(os.path.realpath(root / name))
         if not any(map(place.is_relative_to, (root, *caches))):
             raise StorageError(

@@ -336,6 +336,7 @@ def test_unknown_repository_revision_and_file(hub, folder):
         error = failure(path)
         assert isinstance(error, osl.CheckpointNotFoundError)
         assert message in error.message
+        assert ("%2F" in (error.hint or "")) == ("@" in path)
         assert not osl.is_safetensors_checkpoint(path)
 
 

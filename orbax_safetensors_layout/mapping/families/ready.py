@@ -200,10 +200,11 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
         return read_config(path)
     except CheckpointNotFoundError as error:
         families = nearest_names(os.path.basename(os.fsdecode(path)), FAMILIES, "families")
-        error.hint = (
+        own = (
             "Give a model's folder, its config.json, or what that holds as a dict; families are"
-            f" functions that take it, as osl.families.llama(folder). {families or ''}".rstrip()
+            " functions that take it, as osl.families.llama(folder)."
         )
+        error.hint = " ".join(filter(None, (error.hint, own, families)))
         raise
 
 
