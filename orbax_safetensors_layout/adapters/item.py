@@ -25,7 +25,7 @@ from orbax_safetensors_layout.errors import (
     UnexpectedTensorError,
     listed,
 )
-from orbax_safetensors_layout.format import MANIFEST
+from orbax_safetensors_layout.format import MANIFEST, NamedRecord
 from orbax_safetensors_layout.load import LoadRequest, begin_requested, telling_others
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import PathLike, ReadOptions, WriteOptions
@@ -193,10 +193,12 @@ def _check_devices(catalog: Catalog) -> None:
     manifest = catalog.manifest()
     for record in () if manifest is None else manifest.shardings:
         if decode_sharding(record) is None:
+            devices = record.mesh.devices if isinstance(record, NamedRecord) else [record.device]
+            memory = f" with {record.memory_kind} memory" if record.memory_kind else ""
             raise MismatchError(
                 "arrays cannot go back to the devices that they were saved from",
                 file=catalog.path,
-                expected=record,
+                expected=f"{1 + max(devices)} devices or more{memory}",
                 found=f"{len(jax.devices())} devices",
                 hint="Give a tree with shardings to restore; the item's metadata is one without, of"
                 " which arrays go to all devices. Or give StandardRestore(fallback_sharding=...)."

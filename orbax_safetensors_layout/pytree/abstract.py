@@ -136,8 +136,8 @@ def _parse_leaf(name: str, unboxed: str | None, leaf: Any) -> AbstractLeaf:
     if isinstance(leaf, np.ndarray | np.generic) or not hasattr(leaf, "sharding"):
         if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
-                f"Leaf {name!r} of the abstract tree is a {type(leaf).__name__}; expected a "
-                "jax.ShapeDtypeStruct, an array, a Python scalar or its type, or `...`."
+                f"Leaf {unboxed or name!r} of the abstract tree is a {type(leaf).__name__};"
+                " expected a jax.ShapeDtypeStruct, an array, a Python scalar or its type, or `...`."
             )
         scalar = np.generic if isinstance(leaf, np.generic) else None
         dtype = _dtype(name, leaf.dtype)

@@ -151,7 +151,7 @@ class SavedMetadata:
             raise DtypeMismatchError(
                 "typed PRNG keys of another implementation",
                 file=self._catalog.path,
-                tensor=abstract.name,
+                tensor=leaf.tensor,
                 expected=f"{abstract.key_impl} (the abstract tree)",
                 found=leaf.key_impl,
             )

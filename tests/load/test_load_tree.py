@@ -99,6 +99,16 @@ def test_frozen_dict_and_train_state(path, tensors):
     assert_same_bits(loaded.params["w"], weights["params.w"])
 
 
+@pytest.mark.parametrize(
+    "leaf", [np.zeros(3), jax.random.key(0, impl="rbg"), object()], ids=["shape", "key", "kind"]
+)
+def test_errors_have_the_names_of_the_metadata(tmp_path, leaf):
+    osl.save(tmp_path, {"head": {"bias": nnx.Param(jax.random.key(0))}})
+    (name,) = osl.metadata(tmp_path)
+    with pytest.raises((osl.MismatchError, TypeError), match=f"'{name}'"):
+        osl.load(tmp_path, {"head": {"bias": nnx.Param(leaf)}})
+
+
 def test_nnx_state_names_have_no_box(path, tensors):
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
