@@ -238,7 +238,8 @@ class SafetensorsReader:
         values = {} if manifest is None else manifest.values()
         if mapping is not None:
             manifest, values = None, mapping.passed(values)
-        self.kind: str = self._catalog.layout
+        # What torch's DCP wrote in pieces has the names that Hugging Face's files have.
+        self.kind: str = self._catalog.layout if self._catalog.doubt is None else "hf"
         self.is_recorded = manifest is not None and manifest.tree is not None
         self.metadata: Mapping[str, str] = self._catalog.metadata()
         self.custom = None if manifest is None else manifest.custom

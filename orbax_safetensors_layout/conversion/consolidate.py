@@ -91,7 +91,7 @@ def consolidate(
                 expected='layout "sharded"',
                 hint="It needs no consolidation."
                 if catalog.layout == "hf"
-                else "Pieces that torch's DCP wrote are put together by osl.convert(path, target).",
+                else "Put pieces of torch's DCP together by osl.convert(path, target, format='hf').",
             )
         verifying = VerifyingReader.open(catalog.storage, catalog.path)
         options = dataclasses.replace(

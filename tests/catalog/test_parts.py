@@ -11,7 +11,7 @@ import safetensors.numpy
 from dcp_folders import write_rank, write_rows
 from hypothesis import given, settings, strategies as st
 from meshes import any_sharding
-from orbax_calls import load_v1, restore_v0
+from orbax_calls import load_v1, restore_standard, restore_v0
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.__main__ import main
@@ -75,14 +75,25 @@ def test_each_way_to_read_gives_the_whole(four, tmp_path, caplog):
 
 
 def test_what_a_conversion_writes_is_whole_and_says_nothing_of_parts(four, tmp_path):
-    osl.convert(four, tmp_path / "hf")
+    osl.convert(four, tmp_path / "hf", format="hf")
     with safetensors.safe_open(tmp_path / "hf/model.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "pt"}
     np.testing.assert_array_equal(osl.load(tmp_path / "hf")["w"], W)
 
 
+def test_a_conversion_takes_them_as_files_of_hugging_face(four, tmp_path):
+    (four / "config.json").write_text('{"model_type": "llama"}')
+    osl.convert(four, tmp_path / "hf", format="hf")
+    assert (tmp_path / "hf/config.json").read_bytes() == (four / "config.json").read_bytes()
+    osl.convert(four, tmp_path / "leaves", mapping=TRANSPOSED)  # to Orbax, the leaves' side
+    np.testing.assert_array_equal(restore_standard(tmp_path / "leaves")["t"], W.T)
+    assert osl.convert(four, tmp_path / "plain", dequantize="bfloat16").tensors == 1
+
+
 def test_consolidate_says_what_puts_them_together(four, tmp_path):
-    with pytest.raises(osl.SafetensorsLayoutError, match=r"by osl\.convert\(path, target\)"):
+    with pytest.raises(
+        osl.SafetensorsLayoutError, match=r"by osl\.convert\(path, target, format='hf'\)"
+    ):
         osl.consolidate(four)
 
 
