@@ -375,8 +375,11 @@ def _mapping(
             raise InvalidArgumentError(
                 "dequantize takes safetensors of Hugging Face, and no mapping",
                 file=path,
+                found="a mapping" if mapping is not None else f"a source of format {source_kind!r}",
                 hint="Ready mappings decode by themselves, others with"
-                " mapping.over(osl.dequantized(path)).",
+                " mapping.over(osl.dequantized(path))."
+                if mapping is not None
+                else None,
             )
         mapping = dequantized(path, dtype=dequantize)
     if inverse is None:

@@ -30,7 +30,7 @@ from orbax_safetensors_layout.catalog import (
 from orbax_safetensors_layout.errors import MappingError, listed, pattern_of
 from orbax_safetensors_layout.runtime import frozen_heap
 
-from .affine.binding import Binder, BoundMapping, LeafExpr, MatchedNames
+from .affine.binding import Binder, BoundMapping, LeafExpr, MatchedNames, Tie
 from .affine.bound import BoundExpr
 from .argument_checks import several
 from .expr.expression import Apply, Expr
@@ -39,7 +39,7 @@ from .expr.overlaid import Overlaid
 from .expr.values import Scale
 from .inverse.inference import LIKE, Extent, InferredTensor
 from .inverse.inverse_patches import whole_tensor
-from .inverse.invert import invert
+from .inverse.invert import invert, saved_leaf
 from .matching import LeafShapes, Rule, RuleTarget, match_rules, names_by_rules, no_rule
 from .names import WILDCARD, NameTree, Shapes, TensorSpec, TensorSpecs, substitute
 from .problems import Problem, mapping_error, problems_of, within
@@ -273,13 +273,14 @@ class Mapping:
         """
         binder = self._binder(checkpoint)
         files = binder.specs
-        patterns = [*_compiled("Mapping.like(leave_out=...)", leave_out)[1], *self._spare]
+        texts, patterns = _compiled("Mapping.like(leave_out=...)", leave_out)
         with contextlib.suppress(MappingError):  # saving binds leaves of its own
             binder.bind(None)
         lost = [
             name
             for name in files.names
-            if name not in binder.used and not any(pattern.fullmatch(name) for pattern in patterns)
+            if name not in binder.used
+            and not any(pattern.fullmatch(name) for pattern in (*patterns, *self._spare))
         ]
         if lost:
             kinds = list(dict.fromkeys(pattern_of(name) for name in lost))
@@ -291,7 +292,8 @@ class Mapping:
                 " other programs then find these weights missing. Else add rules for them.",
             )
         mapping = copy.copy(self)
-        mapping.files = files
+        mapping.files, mapping.ignore = files, (*self.ignore, *texts)
+        mapping._ignored = [*self._ignored, *patterns]
         return mapping
 
     def apply(self, tensors: Any, shardings: Any = None, *, donate: bool = False) -> Any:
@@ -430,13 +432,19 @@ class InverseMapping:
             )
         problems += no_rule(unmade, hint)
         taken = {target.leaf: set(target.patterns) for target in targets}
+        tied = [(t.leaf, substitute(t.rule.tied_to, t.captures)) for t in targets if t.rule.tied_to]
+        ties = {
+            leaf: Tie(other, is_compared=True)
+            for leaf, other in tied
+            if other in leaves and taken[leaf] <= taken.get(other, set())
+        }
         for leaf, rule, captures, _ in targets:
-            other = None if rule.tied_to is None else substitute(rule.tied_to, captures)
-            tied = other in leaves and taken.get(leaf, set()) <= taken.get(str(other), set())
-            if rule.expr is None or tied or (files is not None and other is None):
+            if rule.expr is None or (files is not None and rule.tied_to is None):
                 continue
             extents = tuple(map(Extent, leaves[leaf].shape))
             try:
+                if saved_leaf(leaf, ties) != leaf:
+                    continue
                 for name, shape in rule.expr.infer(captures, extents):
                     first = inferred.get(name, InferredTensor(shape, leaves[leaf].dtype, leaf))
                     inferred[name] = first.join(name, shape)
@@ -491,7 +499,7 @@ class InverseMapping:
                 absent = target or rule.target
                 text = f"there is no leaf {absent!r}, so what is saved would lack {lack}{name!r}"
                 hint = "Give the leaf, or say rule(..., optional=True)."
-                if rule.optional:
+                if target is not None:
                     hint = f"Give the leaf, or {LIKE}."
                 yield Problem(text, f"rule {rule.target!r}", hint=hint)
                 break
@@ -624,14 +632,15 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _irreversible(expr: Expr) -> Iterator[Problem]:
-    if isinstance(expr, Compute | Overlaid):
-        yield Problem(f"{expr!r} does not invert")
-        return
-    if isinstance(expr, Apply) and isinstance(expr.op, Scale):
-        try:
+    try:
+        if isinstance(expr, Compute | Overlaid):
+            expr.infer({}, ())
+        elif isinstance(expr, Apply) and isinstance(expr.op, Scale):
             expr.op.inverse(np.dtype(np.float32))
-        except MappingError as error:
-            yield from problems_of(error)
+    except MappingError as error:
+        yield from problems_of(error)
+        if not isinstance(expr, Apply):
+            return
     for operand in expr.children():
         yield from _irreversible(operand)
 

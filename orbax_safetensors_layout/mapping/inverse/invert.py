@@ -98,7 +98,7 @@ def invert(
         traced: dict[str, list[Patch]] = {}
         saved, failure = leaf, f"leaf {leaf!r} cannot be saved"
         try:
-            saved = _saved_leaf(leaf, ties)
+            saved = saved_leaf(leaf, ties)
             if saved != leaf:
                 failure = (
                     f"leaf {leaf!r} is tied to {saved!r} and cannot be compared with it, which"
@@ -126,7 +126,7 @@ def invert(
     return inverted
 
 
-def _saved_leaf(leaf: str, ties: Mapping[str, Tie]) -> str:
+def saved_leaf(leaf: str, ties: Mapping[str, Tie]) -> str:
     """Return the leaf that is saved for a leaf: itself, unless it is tied."""
     chain = [leaf]
     while chain[-1] in ties:

@@ -335,6 +335,8 @@ def _leaves_of(mapping: Any, tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 def _leaves_by_name(mapping: Any, tree: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for name, leaf in _leaves_of(mapping, tree)[0]:
+        if mapping.drops(name):
+            continue
         if name in named:
             raise MappingError(
                 "two leaves have one name",
@@ -380,7 +382,7 @@ def _specs(arrays: Dict[str, Any]) -> tuple[tuple[str, TensorSpec], ...]:
                 tensor=name,
                 expected="a jax.Array",
                 found=str(array.dtype) if is_array else type(array).__name__,
-                hint="Leave other leaves out of the tree; put host arrays on devices with"
+                hint="Drop other leaves, with mapping.drop(...); put host arrays on devices with"
                 " jax.device_put; of PRNG keys take jax.random.key_data.",
             )
         specs.append((name, TensorSpec(tuple(array.shape), np.dtype(array.dtype))))
