@@ -131,9 +131,10 @@ def _restore_orbax_item(directory: str | os.PathLike[str], args: Any) -> Any:
         if restore_args is None:
             saved = ocp.StandardCheckpointHandler().metadata(folder).tree
             restore_args = _restore_args(item, saved, args)
-        args = ocp.args.PyTreeRestore(
-            item, restore_args=restore_args, partial_restore=is_partial(args)
-        )
+        names = [field.name for field in dataclasses.fields(ocp.args.PyTreeRestore)]
+        given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+        given |= {"item": item, "restore_args": restore_args}
+        args = ocp.args.PyTreeRestore(**given)
     return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 

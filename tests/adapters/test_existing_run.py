@@ -29,6 +29,7 @@ CHANGES = {
     "handler": lambda: {"item_handlers": osl.SafetensorsCheckpointHandler()},
     "layout": lambda: {"item_handlers": osl.SafetensorsLayout()},
 }
+HOST = np.zeros((8, 8), np.float32)
 NAMED = {
     "registry": lambda: {"handler_registry": osl.handler_registry("state")},
     "handlers": lambda: {
@@ -171,6 +172,34 @@ def test_a_mapping_is_for_safetensors_files_alone(tmp_path):
             restored = manager.restore(step, args=ocp.args.StandardRestore(abstract_of(tree(0))))
             same(restored, tree(step))
     assert_same_bits(opened(tmp_path / "1" / "default")["weight"], (VALUES + 1).T)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"transforms": {"b": ocp.Transform(original_key="a")}},
+        {
+            "transforms": {"b": ocp.Transform(original_key="a")},
+            "transforms_default_to_original": False,
+        },
+        {"transforms": {}, "transforms_default_to_original": False},
+        {"transforms": {}},
+        {"partial_restore": True},
+    ],
+)
+def test_transformations_of_orbaxs_own_format_are_orbaxs(tmp_path, given):
+    save_standard(tmp_path / "a", {"a": VALUES, "x": VALUES})
+    item = {"a": HOST, "b": HOST}
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+    expected = ocp.PyTreeCheckpointer().restore(
+        tmp_path / "a", item=item, restore_args=restore_args, **given
+    )
+    ours = ocp.Checkpointer(osl.SafetensorsCheckpointHandler())
+    for kind in (ocp.args.PyTreeRestore, osl.SafetensorsRestore):
+        restored = ours.restore(tmp_path / "a", args=kind(item, restore_args=restore_args, **given))
+        for name in item:
+            assert (restored[name] is HOST) == (expected[name] is HOST)
+            np.testing.assert_array_equal(restored[name], expected[name])
 
 
 def test_a_mapping_in_the_arguments_is_refused_for_orbaxs_own_format(tmp_path):
