@@ -48,6 +48,7 @@ from orbax_safetensors_layout.errors import (
 from orbax_safetensors_layout.mapping import (
     BoundExpr,
     Mapping as LeafMapping,
+    check_mapping,
     dequantized,
     fingerprint,
     plain_configurations,
@@ -73,6 +74,7 @@ from orbax_safetensors_layout.writing import (
     commit_when_complete,
     configured_files,
     described_files,
+    model_files,
     read_sidecar_files,
 )
 
@@ -190,7 +192,9 @@ def convert(
             cache=options.cache,
             cache_bytes=options.cache_bytes,
         )
-        reader = open_reader(ref, dataclasses.replace(reading, verify=True))
+        if mapping is not None:
+            check_mapping(mapping)
+        reader = open_reader(ref, dataclasses.replace(reading, verify=True), named_by=mapping)
         stack.callback(reader.close)
         tree = rerooted(reader.tree, subtree)
         arrays = arrays_of(tree)
@@ -256,8 +260,12 @@ def convert(
             sidecar_files = _sidecar_files(reader, config, code=options.code)
             of_target = {array.name: array for array in arrays_in(target_tree)}
             described: Mapping[str, Any] = of_target if quantize is None else expressions
+            same = mapping is None and config is None  # as what the configuration is of
             saved = {
-                name: SavedTensor.of(array, options.dtype) for name, array in described.items()
+                name: SavedTensor.of(
+                    array, options.dtype, None if same else expressions.get(name, name)
+                )
+                for name, array in described.items()
             }
             if dequantize is not None:
                 sidecar_files = plain_configurations(sidecar_files)
@@ -391,7 +399,7 @@ def _sidecar_files(
     reader: CheckpointReader, config: PathLike | None, *, code: bool
 ) -> dict[str, bytes]:
     if config is not None:
-        return read_sidecar_files(config, code=code, required="config=")
+        return model_files(config, code=code, required="config=")
     if isinstance(reader, SafetensorsReader) and reader.kind == "hf":
         return read_sidecar_files(reader.path, storage=reader.storage, code=code)
     return {}

@@ -204,9 +204,9 @@ class PreparedSave:
             exprs, dtype = self.mapped.expressions, None
             if self.options.quantize is not None:
                 exprs, dtype = self.mapped.plain, self.options.dtype
-            return {name: SavedTensor.of(expr, dtype) for name, expr in exprs.items()}
+            return {name: SavedTensor.of(expr, dtype, expr) for name, expr in exprs.items()}
         tensors = (leaf.tensor for leaf in self.plan.leaves)
-        return {t.name: SavedTensor(t.shape, t.dtype.numpy) for t in tensors}
+        return {t.name: SavedTensor(t.shape, t.dtype.numpy, t.name) for t in tensors}
 
     def capture(self) -> None:
         """Copies this process's shards to the host, as far as the memory budget allows."""

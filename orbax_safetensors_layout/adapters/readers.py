@@ -7,15 +7,19 @@ from collections.abc import Callable
 from orbax_safetensors_layout.catalog import CheckpointRef
 from orbax_safetensors_layout.conversion import CheckpointReader, SafetensorsReader
 from orbax_safetensors_layout.errors import StorageError
+from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions
 
 
 def open_reader(
-    ref: CheckpointRef, options: ReadOptions, on_error: Callable[[StorageError], None] | None = None
+    ref: CheckpointRef,
+    options: ReadOptions,
+    on_error: Callable[[StorageError], None] | None = None,
+    named_by: LeafMapping | None = None,
 ) -> CheckpointReader:
-    """Opens a checkpoint: one of safetensors with `options`, one of Orbax with `on_error`."""
+    """Opens a checkpoint: safetensors with `options` and `named_by`, Orbax's with `on_error`."""
     if ref.is_orbax:
         from .orbax_format.orbax_reader import OrbaxReader  # imports Orbax
 
         return OrbaxReader(ref.path, on_error)
-    return SafetensorsReader(ref.path, options)
+    return SafetensorsReader(ref.path, options, named_by=named_by)

@@ -15,12 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
+from absl import logging
+
 from orbax_safetensors_layout.errors import (
     InvalidIndexError,
     InvalidManifestError,
+    MissingTensorError,
     SafetensorsLayoutError,
     StorageError,
     listed,
+    redact_urls,
 )
 from orbax_safetensors_layout.format import (
     DCP_KEYS,
@@ -69,8 +73,13 @@ _BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 class Catalog:
     """The tensors of a checkpoint. Safe to use from many threads; `open` makes one.
 
-    `path` is the file or folder in the storage's own terms. `names` are in the order of the index
-    if there is one, else file by file in the order of their bytes.
+    An index says which files are the checkpoint, and their headers which tensors these hold, as for
+    transformers. What the index says of a tensor is only where to look first.
+
+    Attributes:
+        path: The file or folder in the storage's own terms.
+        other_names: Names that metadata give a stored tensor besides its own, with that one, as
+            `safetensors.torch.save_model` writes them for tied weights. They can be asked for.
     """
 
     def __init__(self, discovery: Discovery, storage: Storage) -> None:
@@ -83,8 +92,13 @@ class Catalog:
         self._manifest = manifest
         self._is_checked = False
         self._index = discovery.weights
+        self._index_file = discovery.index_file
+        self._knows_all = discovery.weights is None
+        self._absent: dict[str, str] = {}  # of the index, in no file, with that which it gives
         self._headers = HeaderCache(storage)
+        self._names_lock = threading.Lock()
         self._file_of: Mapping[str, str]
+        metadata: list[Mapping[str, object]] = []
         pieces, files = None if manifest is None else manifest.pieces, discovery.files
         if pieces is None and discovery.weights is None:
             headers = self._headers.fetch(self.files)
@@ -97,12 +111,19 @@ class Catalog:
             self._pieces = PieceCatalog(pieces, files, self._headers.visit, dtypes)
             self._file_of = dict.fromkeys(pieces.tensors, "")
         elif discovery.weights is None:
-            self._file_of = _file_of(headers, path)
+            self._file_of = _file_of(headers, {}, path)
+            metadata = [header.metadata for header in headers.values()]
         else:
             paths = {name: join(path, name) for name in discovery.weights.files}
             weight_map = discovery.weights.weight_map
             self._file_of = {name: paths[file] for name, file in weight_map.items()}
-        self.names = tuple(self._file_of)
+            metadata = [discovery.weights.metadata]
+        self.other_names = {
+            other: name
+            for of_file in (() if discovery.manifest_file else metadata)
+            for other, name in of_file.items()
+            if isinstance(name, str) and name in self._file_of and other not in self._file_of
+        }
         self.layout: Layout = "hf" if self._pieces is None else "sharded"
 
     @classmethod
@@ -116,9 +137,9 @@ class Catalog:
     ) -> Self:
         """Opens a `.safetensors` file or a folder.
 
-        In a folder, `model.safetensors.index.json` is the authority where it exists, or else the
-        only other `*.safetensors.index.json` where there is no `model.safetensors`: files that it
-        does not name are ignored. Without an
+        In a folder, `model.safetensors.index.json` says which files count where it exists, or else
+        the only other `*.safetensors.index.json` where there is no `model.safetensors`. An index is
+        left out if none of its files is there, but others of the model are. Without an
         index all `.safetensors` files directly in the folder count, but none beside
         `model.safetensors` or its numbered set, nor adapters beside others, and all headers are
         read. In a step that Orbax
@@ -158,10 +179,42 @@ class Catalog:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Catalog({self.path!r}, {len(self.names)} tensors in {len(self.files)} files)"
+        return f"Catalog({self.path!r}, {len(self._file_of)} tensors in {len(self.files)} files)"
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+        return name in self._file_of or name in self.other_names
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the stored tensors: those of an index in its order, by all headers."""
+        self._read_all_names()
+        return tuple(self._file_of)
+
+    def listed(self) -> Sequence[str]:
+        """Return the names that are known without further headers, other names included."""
+        return (*self._file_of, *self.other_names)
+
+    def _read_all_names(self) -> None:
+        """Makes the tensors of the listed files those of the checkpoint, whatever is in an index.
+
+        Without the rotary buffers that it leaves out.
+        """
+        with self._names_lock:
+            if self._knows_all:
+                return
+            indexed = self._file_of
+            file_of = _file_of(self._headers.fetch(self.files), indexed, self.path)
+            absent = {name: file for name, file in indexed.items() if name not in file_of}
+            more = [n for n in file_of if n not in indexed and not n.endswith(ROTARY_BUFFER)]
+            wrong = [f"'{name}' is in no file" for name in absent]
+            wrong += [f"'{n}' is in {f}" for n, f in file_of.items() if indexed.get(n, f) != f]
+            wrong += [f"'{name}' is there, too" for name in more]
+            if wrong:
+                text = "%s does not say what its files hold: %s. What they hold counts."
+                logging.warning(text, redact_urls(self._index_file or ""), listed(wrong))
+            order = [name for name in indexed if name not in absent]
+            self._file_of = {name: file_of[name] for name in (*order, *more)}
+            self._absent, self._knows_all = absent, True
 
     def stored_name(self, name: str) -> str | None:
         """Return the name of a tensor, or of a value of the manifest, that a leaf is stored under.
@@ -169,7 +222,10 @@ class Catalog:
         It may differ by the levels of boxes: `kernel` is found as `kernel.value`, and that as
         `kernel` where the manifest records a box.
         """
-        return name if name in self._file_of else self._stored_names.get(name)
+        if name in self:
+            return name
+        stored = self._stored_names  # which reads all headers
+        return name if name in self else stored.get(name)
 
     @functools.cached_property
     def _stored_names(self) -> dict[str, str]:
@@ -197,29 +253,45 @@ class Catalog:
         caller holds all shapes against others; else such that are in doubt are refused.
         """
         names = list(dict.fromkeys(names))
-        missing = [name for name in names if name not in self._file_of]
+        if self._pieces is None and (entries := self._entries(names)) is not None:
+            return self._as_recorded(entries)
+        self._read_all_names()
+        missing = [name for name in names if name not in self]
         if missing:
             problems = [(f"Tensor '{name}' not found", name) for name in missing]
-            raise missing_names(problems, self.names, path=self.path)
+            error = missing_names(problems, self.names, path=self.path)
+            raise self.explained(error)
         if self._pieces is not None:
             if not compares_shapes and not self._is_checked and self.doubt is not None:
                 self.doubt.refuse_or_warn()
                 self._is_checked = True
             return {name: self._pieces.whole(name) for name in names}
-        headers = self._headers.fetch(sorted({self._file_of[name] for name in names}))
-        lacking = [name for name in names if name not in headers[self._file_of[name]].tensors]
-        if lacking:
-            raise InvalidIndexError(
-                "the index names tensors that are not in their file's header: "
-                + listed([f"'{name}' in {self._file_of[name]}" for name in lacking]),
-                file=self._file_of[lacking[0]],
-                tensor=lacking[0],
-                expected="every tensor of the index in the file that the index gives it",
-                found=f"{len(lacking)} that are not",
-            )
+        return self._as_recorded(self._entries(names) or {})
+
+    def _entries(self, names: Sequence[str]) -> dict[str, TensorEntry] | None:
+        """Return the entries of tensors, None where one is not in the file that is known for it."""
+        stored = {name: self.other_names.get(name, name) for name in names}
+        if not self._file_of.keys() >= {*stored.values()}:
+            return None
+        headers = self._headers.fetch(sorted({self._file_of[name] for name in stored.values()}))
         self._refuse_parts(headers)
-        entries = {name: headers[self._file_of[name]].tensors[name] for name in names}
-        return self._as_recorded(entries)
+        held = {n: headers[self._file_of[s]].tensors.get(s) for n, s in stored.items()}
+        entries = {name: entry for name, entry in held.items() if entry is not None}
+        entries |= {n: entries[n]._replace(name=n) for n in entries.keys() & self.other_names}
+        return entries if len(entries) == len(names) else None
+
+    def explained(self, error: SafetensorsLayoutError) -> SafetensorsLayoutError:
+        """Adds to an error what else is in doubt: parts, and what an index says but no file has."""
+        hints = [error.hint]
+        if error.hint is None and self.doubt is not None:
+            hints = [self.doubt.hint]
+        if places := [f"'{name}' in {file}" for name, file in self._absent.items()]:
+            hints.append(
+                f"The index names {listed(places, 3)}, and no file of it holds that: complete the"
+                " download, or take the files of one version."
+            )
+        error.hint = " ".join(filter(None, hints)) or None
+        return error
 
     def _refuse_parts(self, headers: Mapping[str, Header]) -> None:
         """Refuses pieces that an index takes for whole: processes wrote one file over another's."""
@@ -257,7 +329,9 @@ class Catalog:
 
     def files_of(self, name: str) -> tuple[str, ...]:
         """Return the paths of the files that hold a tensor or pieces of it."""
-        return (self._file_of[name],) if self._pieces is None else self._pieces.files_of(name)
+        if self._pieces is not None:
+            return self._pieces.files_of(name)
+        return (self._file_of[self.other_names.get(name, name)],)
 
     def prefer(self, process: int) -> None:
         """Chooses, of files that hold the same piece, those that suit a process of a load."""
@@ -275,33 +349,6 @@ class Catalog:
         """Return the entries of all tensors, in the order of `names`; see `entries`."""
         return self.entries(self.names)
 
-    def refuse_unlisted(self, is_left_out: Callable[[str], bool] | None = None) -> None:
-        """Refuses tensors that the index does not name, in files of which something was taken.
-
-        Programs that read such files whole would take them: it would be another model.
-        """
-        if self._index is None:
-            return
-        unlisted = [
-            (name, file)
-            for file, header in self._headers.fetched().items()
-            if not header.tensors.keys() <= self._file_of.keys()
-            for name in header.tensors.keys() - self._file_of.keys()
-            if not name.endswith(ROTARY_BUFFER) and not (is_left_out and is_left_out(name))
-        ]
-        if unlisted:
-            name, file = min(unlisted)
-            raise InvalidIndexError(
-                "a file of the index holds a tensor that the index does not name",
-                file=file,
-                tensor=name,
-                expected="the index to name each tensor of its files",
-                found=listed([repr(name) for name, _ in sorted(unlisted)]),
-                hint="Add it to the index, in a copy of the folder, or remove an index that is out"
-                " of date. A mapping of your own leaves it out with ignore=[...], a load without"
-                " a mapping with only=[...].",
-            )
-
     def manifest(self) -> Manifest | None:
         """Return the manifest, if this package wrote the checkpoint; see `read_manifest`.
 
@@ -318,7 +365,7 @@ class Catalog:
         if manifest.tree is None:
             return
         saved = {leaf.tensor for leaf in leaves(manifest.tree) if isinstance(leaf, TensorLeaf)}
-        others = [name for name in self.names if name not in saved]
+        others = [name for name in self._file_of if name not in saved]
         if others:
             raise InvalidManifestError(
                 "the files hold tensors that the manifest does not name: another program has"
@@ -368,7 +415,12 @@ class Catalog:
 
     def select(self, patterns: str | Sequence[str]) -> list[str]:
         """Return the names that match any of some patterns, in order; see `compile_pattern`."""
-        return select_names(self.names, patterns, path=self.path)
+        given = [patterns] if isinstance(patterns, str) else patterns
+        others = [name for name in self.other_names if name in given]
+        try:
+            return select_names([*self.names, *others], patterns, path=self.path)
+        except MissingTensorError as error:
+            raise self.explained(error) from None
 
 
 @functools.lru_cache(1024)
@@ -401,14 +453,20 @@ def as_recorded(
     return entries
 
 
-def _file_of(headers: Mapping[str, Header], path: str) -> dict[str, str]:
-    """Return the file of each tensor, without an index; no two files may hold a name."""
+def _file_of(
+    headers: Mapping[str, Header], indexed: Mapping[str, str], path: str
+) -> dict[str, str]:
+    """Return the file of each tensor; of several the one that an index gives it."""
     file_of: dict[str, str] = {}
     repeated: dict[str, str] = {}
     for file, header in headers.items():
         for name in header.tensors:
-            if file_of.setdefault(name, file) != file:
-                repeated.setdefault(name, file)
+            other = file_of.setdefault(name, file)
+            if indexed.get(name) == file:
+                file_of[name] = file
+            elif other not in (file, indexed.get(name)):
+                repeated[name] = file
+    repeated = {name: file for name, file in repeated.items() if indexed.get(name) != file_of[name]}
     if repeated:
         name = next(iter(repeated))
         places = [f"{n} in {file_of[n]} and {second}" for n, second in repeated.items()]
@@ -418,8 +476,8 @@ def _file_of(headers: Mapping[str, Header], path: str) -> dict[str, str]:
             tensor=name,
             expected="each name in one file",
             found="the name in two files",
-            hint=f"Add the '{MAIN_INDEX}' that says which file counts. If each has a part of the"
-            " tensor, the program that wrote them has to make it whole.",
+            hint=f"Say in '{MAIN_INDEX}' which file counts. If each has a part of the tensor, the"
+            " program that wrote them has to make it whole.",
         )
     return file_of
 

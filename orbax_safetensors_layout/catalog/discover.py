@@ -208,6 +208,7 @@ class Discovery(NamedTuple):
     path: str  # of the file or folder that holds it
     files: list[str]  # paths
     weights: WeightIndex | None = None
+    index_file: str | None = None
     manifest_file: str | None = None
     manifest: Manifest | None = None  # if it was read to know the files
 
@@ -229,7 +230,8 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
         return Discovery(path, [path])
     names = visible_names(storage, path)
     manifest_file = join(path, MANIFEST) if MANIFEST in names else None
-    if (name := index_name(names, path)) is not None:
+    name = index_name(names, path)
+    if name is not None:
         index_file = join(path, name)
         data = read_file(storage, index_file, "the index", error=InvalidIndexError)
         index = parse_index(data, file=index_file)
@@ -239,7 +241,15 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
                 file=index_file,
                 hint="Take the version with osl.pull, which applies them.",
             )
-        files = _present(storage, path, index.files, names, index_file, on_error)
+        missing = _missing(storage, path, index.files, names)
+        own = [n for n in names if n.endswith(SUFFIX) and stem_of(n) == stem_of(name)]
+        if own and len(missing) == len(index.files):
+            logging.warning(
+                "%s lists files that are all missing: it is of an older version, and is left out.",
+                redact_urls(index_file),
+            )
+            return _without_index(storage, path, names, manifest_file, on_error)
+        files = _present(path, index.files, missing, index_file, on_error, own)
         if MODEL_FILE in names and MODEL_FILE not in index.files:
             logging.warning(
                 "%s does not list '%s', which is left out; transformers loads that file alone. Load"
@@ -247,7 +257,13 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
                 redact_urls(index_file),
                 MODEL_FILE,
             )
-        return Discovery(path, files, index, manifest_file)
+        return Discovery(path, files, index, index_file, manifest_file)
+    return _without_index(storage, path, names, manifest_file, on_error)
+
+
+def _without_index(
+    storage: Storage, path: str, names: list[str], manifest_file: str | None, on_error: OnError
+) -> Discovery:
     manifest = None if manifest_file is None else read_manifest(storage, manifest_file)
     if manifest is not None and manifest.pieces is not None and manifest_file is not None:
         weights = (name for name in names if name.endswith(SUFFIX))
@@ -260,14 +276,15 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
                 found=listed(whole),
                 hint=f"Remove '{MANIFEST}' and the pieces, or those files.",
             )
-        files = _present(storage, path, manifest.pieces.files, names, manifest_file, on_error)
-        return Discovery(path, files, None, manifest_file, manifest)
+        missing = _missing(storage, path, manifest.pieces.files, names)
+        files = _present(path, manifest.pieces.files, missing, manifest_file, on_error)
+        return Discovery(path, files, manifest_file=manifest_file, manifest=manifest)
     names = _model_alone(names, path)
     files = [join(path, name) for name in names if name.endswith(SUFFIX)]
     check_no_ranks(names, path, on_error)
     check_complete(names, path, on_error)
     if files:
-        return Discovery(path, files, None, manifest_file, manifest)
+        return Discovery(path, files, manifest_file=manifest_file, manifest=manifest)
     ref = _find_tree(storage, path)
     if ref is None or ref.is_orbax or ref.item is None:
         raise _not_found(storage, path)
@@ -368,29 +385,37 @@ def read_manifest(storage: Storage, file: str) -> Manifest:
     return parse_manifest(data, file=file)
 
 
-def _present(
-    storage: Storage,
-    path: str,
-    files: Sequence[str],
-    names: Sequence[str],
-    index_file: str,
-    on_error: OnError,
-) -> list[str]:
-    """Return the paths of those of some files that exist; reports the others."""
+def _missing(storage: Storage, path: str, files: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return those of some files that do not exist, as far as the storage can list them."""
     if not storage.lists:
-        return [join(path, name) for name in files]  # a missing one fails when it is opened
+        return []  # a missing one fails when it is opened
     present = set(names)
     for folder in {name.rpartition("/")[0] for name in files} - {""}:
         present.update(f"{folder}/{name}" for name in storage.list(join(path, folder)))
-    missing = [name for name in files if name not in present]
-    if missing:
+    return [name for name in files if name not in present]
+
+
+def _present(
+    path: str,
+    files: Sequence[str],
+    missing: Sequence[str],
+    index_file: str,
+    on_error: OnError,
+    others: Sequence[str] = (),
+) -> list[str]:
+    """Return the paths of files but missing ones, which it reports; `others` are of a model."""
+    gone = set(missing)
+    if gone:
+        hint = "The download or copy of the checkpoint may be incomplete."
+        if MODEL_FILE in others:
+            hint += f" If '{MODEL_FILE}' is the whole model, remove the index."
         on_error(
             InvalidIndexError(
                 "the index lists files that are missing",
                 file=index_file,
                 expected=f"{len(files)} files",
                 found=f"{len(missing)} missing: {listed(missing)}",
-                hint="The download or copy of the checkpoint may be incomplete.",
+                hint=hint,
             )
         )
-    return [join(path, name) for name in files if name in present]
+    return [join(path, name) for name in files if name not in gone]

@@ -204,7 +204,8 @@ def check_chunks(
 class SafetensorsReader:
     """A safetensors checkpoint of either layout, or the arrays that `mapping` makes of one.
 
-    With `is_flat` its tree is a flat dict by the names of the tensors, whatever was saved. Without
+    With `is_flat` its tree is a flat dict by the names of the tensors, whatever was saved; of
+    several names of a tensor, those that the mapping `named_by` takes. Without
     `options.verify` any bytes are read, to be compared; with it checksums are optional.
     """
 
@@ -215,11 +216,15 @@ class SafetensorsReader:
         *,
         mapping: LeafMapping | None = None,
         is_flat: bool = False,
+        named_by: LeafMapping | None = None,
     ) -> None:
         self._catalog = Catalog.open(path, retries=options.retries, cache=options.cache_folder)
         self.path, self.storage = self._catalog.path, self._catalog.storage
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
+            known = None if named_by is None else named_by.names_in(self._catalog)
+            names = None if known is None else dict.fromkeys(known)
+            self._sources = array_sources(self._catalog, mapping, names)
             self._open(options, mapping, is_flat)
             stack.pop_all()
 
@@ -232,8 +237,6 @@ class SafetensorsReader:
             memory_budget_bytes=options.memory_budget_bytes,
             check_values=options.verify,
         )
-        self._sources = array_sources(self._catalog, mapping)
-        self._catalog.refuse_unlisted(None if mapping is None else mapping.leaves_out)
         manifest = self._catalog.manifest()
         values = {} if manifest is None else manifest.values()
         if mapping is not None:

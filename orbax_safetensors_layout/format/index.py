@@ -63,8 +63,10 @@ def _file_name(tensor: str, name: object, names: dict[str, str], schema: Schema)
         found = repr(strict_json.plain(name))[:80]
         schema.raise_error("malformed weight_map", "a file name", found, tensor)
     if name not in names:
-        check_file_name(name, schema, tensor)
-    return names.setdefault(name, name)
+        plain = re.sub(r"^(\./)+", "", name)
+        check_file_name(plain, schema, tensor)
+        names[name] = names.setdefault(plain, plain)
+    return names[name]
 
 
 def check_file_name(

@@ -210,7 +210,7 @@ class Mapping:
                 return Binder(self.rules, specs, leaves)
             return self.match(specs.names, leaves).binder(specs)
         with Catalog.open(checkpoint) as catalog:
-            matched = self.match(catalog.names, leaves)
+            matched = self.match(self.names_in(catalog), leaves)
             return matched.binder(matched.described(catalog.entries(matched.needs())))
 
     def match(self, names: Iterable[str], leaves: LeafShapes | None = None) -> MatchedNames:
@@ -223,6 +223,19 @@ class Mapping:
         matched = MatchedNames.of(self.rules, given, leaves, ignored)
         source = self._source.match(names, dict.fromkeys(matched.taken()))
         return matched._replace(source=source, unmade=[*every.unmade, *every.untaken()])
+
+    def names_in(self, catalog: Catalog) -> Sequence[str]:
+        """Return the names of a checkpoint's tensors; of several of one those that rules take."""
+        others = catalog.other_names
+        if not others:
+            return catalog.names
+        tree = NameTree([*catalog.names, *others])
+        (*_, first) = self.chain()
+        patterns = {pattern for rule in first.rules for pattern in rule.patterns()}
+        taken = {name for pattern in patterns for name, _ in tree.match(pattern)}
+        asked = [name for name in others if name in taken]
+        doubled = {others[name] for name in asked} - taken
+        return [*(name for name in catalog.names if name not in doubled), *asked]
 
     def leaf_names(self, names: Iterable[str]) -> list[str]:
         """Return the leaves that a checkpoint of tensors `names` gives, or that take no tensor."""

@@ -459,15 +459,13 @@ def array_sources(
         in_pieces = catalog if catalog.layout == "sharded" else None
         return {name: StoredSource(entry, in_pieces) for name, entry in entries.items()}
     check_mapping(mapping)
-    matched = mapping.match(catalog.names, names)
+    matched = mapping.match(mapping.names_in(catalog), names)
     tensors = StoredTensors(catalog.entries(matched.needs(), compares_shapes=is_known), catalog)
     try:
         with frozen_heap():  # the headers' entries, too
             bound = matched.bind(tensors.entries, tensors.pieces)
     except MappingError as error:
-        if error.hint is None and catalog.doubt is not None:
-            error.hint = catalog.doubt.hint
-        raise
+        raise catalog.explained(error) from None
     return {name: MappedSource(leaf, tensors) for name, leaf in bound.leaves.items()}
 
 

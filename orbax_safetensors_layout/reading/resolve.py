@@ -158,13 +158,12 @@ def source_leaves(
             raise _not_found(error, catalog, names) from None
         if strict:
             _refuse_unexpected(catalog, names, tree)
-            catalog.refuse_unlisted(functools.partial(_is_left_out, tree=tree))
     else:
         check_mapping(mapping)
         names = mapping.names_of([abstract.unboxed or abstract.name for abstract in parsed])
         shapes: dict[str, tuple[int, ...] | None] = {
             leaf: None
-            for leaf in (mapping.leaf_names(catalog.names) if tree.skipped else ())
+            for leaf in (mapping.leaf_names(mapping.names_in(catalog)) if tree.skipped else ())
             if _is_left_out(leaf, tree)
         }
         shapes.update((name, abstract.shape) for name, abstract in zip(names, parsed, strict=True))
@@ -172,7 +171,6 @@ def source_leaves(
         for leaf, source in sources.items():
             if leaf not in names and isinstance(source, MappedSource):
                 check_left_out(leaf, source.bound)
-        catalog.refuse_unlisted(mapping.leaves_out)
     pairs = zip(parsed, names, strict=True)
     leaves = [SourcedLeaf(abstract, name, sources[name]) for abstract, name in pairs]
     for abstract, _, source in leaves:
@@ -327,10 +325,9 @@ def prefixes(name: str) -> Iterable[str]:
 def _refuse_unexpected(catalog: Catalog, names: list[str], tree: AbstractTree) -> None:
     manifest = catalog.manifest()
     values = {} if manifest is None else manifest.values()
+    asked = {catalog.other_names.get(name, name) for name in names}
     unexpected = [
-        name
-        for name in sorted({*catalog.names, *values} - set(names))
-        if not _is_left_out(name, tree)
+        name for name in sorted({*catalog.names, *values} - asked) if not _is_left_out(name, tree)
     ]
     if unexpected:
         message = "the checkpoint has a {} that the abstract tree does not name"

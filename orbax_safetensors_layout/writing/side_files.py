@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import fnmatch
+import itertools
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
+from orbax_safetensors_layout.catalog import Catalog, discover
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
@@ -24,7 +26,11 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.format import SUFFIX
-from orbax_safetensors_layout.mapping import parse_config, plain_configurations
+from orbax_safetensors_layout.mapping import (
+    has_tied_head,
+    parse_config,
+    plain_configurations,
+)
 from orbax_safetensors_layout.options import MIB, PathLike, WriteOptions, is_floating
 from orbax_safetensors_layout.plan import PIECES_FOLDER
 from orbax_safetensors_layout.storage import Storage, check_link, join, open_storage, read_file
@@ -33,12 +39,14 @@ from .commit import appearance_rank
 
 _CONFIG = "config.json"
 _CARD = "README.md"
-# Of the text model, not of a vision or draft model; the first is as long as the vocabulary, the
-# second may have rows besides.
+# The output kernel and the table of tokens of the text model, not of a vision or draft model; the
+# first is as long as the vocabulary, the second may have rows besides.
+_OUTER = "language_model|text_model|model|decoder|thinker|transformer|gpt_neox|backbone"
 _VOCABULARIES = [
-    re.compile(rf"((language_model|text_model|model|decoder|thinker)\.)*{name}\.weight")
-    for name in ("lm_head", "embed_tokens")
+    re.compile(rf"(({_OUTER})\.)*({names})\.weight")
+    for names in ("lm_head|embed_out", "embed_tokens|wte|embed_in|word_embeddings|embeddings")
 ]
+_TIES = "tie_word_embeddings"
 # All tables of tokens, of which a model may have several of different sizes.
 _TABLE = re.compile(
     r"(.*\.)?(lm_head|embed_tokens|embed_in|embed_out|wte|shared|word_embeddings|tok_embeddings)"
@@ -109,16 +117,23 @@ _WITH_CODE = {_CONFIG, "tokenizer_config.json", "processor_config.json"}  # that
 
 
 class SavedTensor(NamedTuple):
-    """The shape of a tensor in the files, and the dtype of its values."""
+    """The shape of a tensor in the files, the dtype of its values, and what these are."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    values: object = None  # equal ones are of equal values; None where the configuration knows
 
     @classmethod
-    def of(cls, array: Any, asked: np.dtype[Any] | None) -> SavedTensor:
+    def of(cls, array: Any, asked: np.dtype[Any] | None, values: object) -> SavedTensor:
         """Return what an array becomes where floating-point ones are written in a dtype."""
         dtype = array.dtype if asked is None or not is_floating(array.dtype) else asked
-        return cls(array.shape, dtype)
+        return cls(array.shape, dtype, values)
+
+
+class ModelFiles(dict[str, bytes]):
+    """Side files of a model by name, and the names of its tensors, where they are known."""
+
+    tensors: frozenset[str] = frozenset()
 
 
 def read_sidecar_files(
@@ -164,17 +179,26 @@ def read_sidecar_files(
     return data
 
 
-def model_files(model: PathLike | Mapping[str, bytes], *, code: bool) -> dict[str, bytes]:
-    """Returns the side files of `WriteOptions.model`."""
+def model_files(
+    model: PathLike | Mapping[str, bytes], *, code: bool, required: str = "WriteOptions(model=...)"
+) -> ModelFiles:
+    """Returns the side files of `WriteOptions.model`, or of the argument `required`."""
     if not isinstance(model, Mapping):
-        return read_sidecar_files(model, code=code, required="WriteOptions(model=...)")
+        storage, folder = open_storage(model)
+        with storage:
+            data = read_sidecar_files(folder, storage=storage, code=code, required=required)
+            files = ModelFiles(data)
+            with contextlib.suppress(SafetensorsLayoutError):  # it may have a configuration alone
+                discovery = discover(storage, folder, on_error=lambda _: None)
+                files.tensors = frozenset(Catalog(discovery, storage).listed())
+        return files
     folders = {name.rpartition("/")[0] for name in model}
     for name in model:
         if appearance_rank(name) is not None or name.startswith(PIECES_FOLDER) or name in folders:
             raise InvalidArgumentError(
                 f"WriteOptions.model has a name that a save, or another of its files, has: {name}."
             )
-    return dict(model)
+    return model if isinstance(model, ModelFiles) else ModelFiles(model)
 
 
 def with_model_files(options: WriteOptions | None) -> WriteOptions | None:
@@ -281,14 +305,27 @@ def configured_files(
 def described_files(
     files: Mapping[str, bytes], tensors: Mapping[str, SavedTensor]
 ) -> dict[str, bytes]:
-    """Returns side files whose `config.json` says dtype and vocabulary of the tensors beside it.
+    """Returns side files whose `config.json` says of the tensors beside it what they are.
 
     Only what it says already is changed: `dtype` (before transformers 5 `torch_dtype`) to that of
     most bytes of floating-point matrices of 16 bits or more, `vocab_size` to the rows of
     `lm_head.weight`, or else of `embed_tokens.weight`, if no table has its rows. What files say of
     a quantisation goes if no tensor is quantised; else the dtype stays, which is that of what is
-    not quantised.
+    not quantised. Nothing is tied any more where an output kernel is written that may differ from
+    the embedding, but behind encoders, where that says how the output is scaled, too.
+
+    Raises:
+        InvalidArgumentError: None of the tensors is one of the files' model.
     """
+    known = files.tensors if isinstance(files, ModelFiles) else frozenset()
+    if known and known.isdisjoint(tensors):
+        raise InvalidArgumentError(
+            "no tensor has a name of the model whose configuration comes along: programs would"
+            " start all of its weights anew",
+            expected=f"names such as {listed(map(repr, sorted(known)), 3)}",
+            found=listed(map(repr, tensors), 3),
+            hint="Pass the mapping that these tensors were loaded with, or leave the model out.",
+        )
     if names := _named_code(files) - files.keys():
         text = "The model has code of its own (%s), which does not come along without code=True."
         logging.warning(text, listed(sorted(names)))
@@ -298,24 +335,34 @@ def described_files(
         return dict(files)
     config = parse_config(files[_CONFIG], _CONFIG)
     nbytes: collections.Counter[str] = collections.Counter()
-    for shape, dtype in tensors.values():
+    for shape, dtype, _ in tensors.values():
         if len(shape) > 1 and is_floating(dtype) and dtype.itemsize > 1:
             nbytes[dtype.name] += int(np.prod(shape)) * dtype.itemsize
     said: dict[str, object] = {}
     if nbytes and "quantization_config" not in config:
         said = dict.fromkeys(("dtype", "torch_dtype"), nbytes.most_common(1)[0][0])
-    for pattern in _VOCABULARIES:
-        rows = [tensor.shape[0] for name, tensor in tensors.items() if pattern.fullmatch(name)]
-        if len(rows) == 1:
-            said["vocab_size"] = rows[0]
+    heads, embeddings = (
+        [tensor for name, tensor in tensors.items() if pattern.fullmatch(name)]
+        for pattern in _VOCABULARIES
+    )
+    for tables in (heads, embeddings):
+        if len(tables) == 1:
+            said["vocab_size"] = tables[0].shape[0]
             break
-    tables = {tensor.shape[0] for name, tensor in tensors.items() if _TABLE.fullmatch(name)}
+    pairs = itertools.product(heads, embeddings)
+    has_own = any(head.values != embedding.values for head, embedding in pairs)
+    is_tied = any(section.get(_TIES) for section in _sections(config))
+    is_tied |= has_own and has_tied_head(config, unknown=True)
+    if has_own and is_tied and not config.get("is_encoder_decoder"):
+        said[_TIES] = False
+    rows = {tensor.shape[0] for name, tensor in tensors.items() if _TABLE.fullmatch(name)}
     is_changed = False
     for section in _sections(config):
         for key in said:
-            if key == "vocab_size" and section.get(key) in tables:
+            if key == "vocab_size" and section.get(key) in rows:
                 continue
-            if section.get(key) not in (None, said[key]):
+            old = section.get(key)
+            if old != said[key] and (old is not None or key == _TIES):
                 section[key], is_changed = said[key], True
     if not is_changed:
         return dict(files)
@@ -352,7 +399,7 @@ def _has_quantized(tensors: Mapping[str, SavedTensor]) -> bool:
     """
 
     def is_quantized(name: str, tensor: SavedTensor) -> bool:
-        shape, dtype = tensor
+        shape, dtype, _ = tensor
         if is_floating(dtype):
             return dtype.itemsize == 1 and len(shape) > 1
         if not shape or dtype.itemsize == 8 or "int" not in dtype.name or _BUFFER.search(name):

@@ -42,6 +42,7 @@ def test_metadata_may_be_absent(metadata: str) -> None:
 )
 def test_file_names_within_the_folder(name: str) -> None:
     assert parse_index(index_bytes({"a": name}), file=FILE).files == (name,)
+    assert parse_index(index_bytes({"a": f"./{name}", "b": name}), file=FILE).files == (name,)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_file_name_is_no_string(value: object) -> None:
     "name",
     [
         *("", ".", "..", "/x.safetensors", "../x.safetensors", "a/../../x.safetensors", "a/.."),
-        *("./x", "a//x.safetensors", "a/", "..\\x.safetensors", "\\x.safetensors"),
+        *("a/./x", "a//x.safetensors", "a/", "..\\x.safetensors", "\\x.safetensors"),
         *("C:x.safetensors", "c:/x.safetensors", "https://host/x.safetensors"),
         *("a\0.safetensors", "a\n.safetensors"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from sampling import every
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import safetensors.torch
 import torch
 import transformers
 from family_models import DIMS, copy, make, read_one
@@ -391,3 +393,85 @@ def test_vision_is_not_lost_without_a_word(tmp_path):
     osl.save(tmp_path / "both", text | vision)
     _, report = open_again(folder, tmp_path / "both")
     assert not any(report.values())
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+def test_a_tied_model_of_which_save_model_keeps_the_head(tmp_path, name):
+    """`safetensors.torch.save_model` says in the metadata which name it left out."""
+    saved = make(name, tmp_path / "made", dtype="float32", tie_word_embeddings=True)
+    folder = tmp_path / "folder"
+    saved.model.config.save_pretrained(folder)
+    safetensors.torch.save_model(saved.model, str(folder / "model.safetensors"))
+    assert "model.embed_tokens.weight" not in osl.load(folder)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(report.values())
+    check_against(model, folder, families.mapping, "same")
+    check_logits(model, folder, families.mapping)
+
+
+OTHER_HEADS = {
+    "ForSequenceClassification": ("score.weight", {"num_labels": 1}),
+    "ForTokenClassification": ("score.weight", {"num_labels": 3}),
+    "ForQuestionAnswering": ("qa_outputs.weight", {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "kind"),
+    [*itertools.product(["Qwen2"], OTHER_HEADS), ("Gemma3Text", "ForSequenceClassification")],
+)
+def test_another_head_is_named_and_can_be_taken_by_a_rule(tmp_path, prefix, kind):
+    head, more = OTHER_HEADS[kind]
+    config = getattr(transformers, f"{prefix}Config")(**DIMS, **more, head_dim=8, pad_token_id=0)
+    model = getattr(transformers, prefix + kind)(config)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(MappingError, match=rf"another head .*'{head}'") as caught:
+        families.mapping(tmp_path)
+    text = str(caught.value)
+    assert "problems" not in text
+    before = re.search("prefix='(.*?)'", text)[1]  # as the hint says
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["LlamaModel"]}
+    names = [name for name in osl.load(tmp_path) if not name.startswith(before)]
+    rules = families.mapping(config, prefix=before).rules
+    rules = [*rules, *(osl.rule(name, osl.tensor(name)) for name in names)]
+    tree = osl.load(tmp_path, mapping=osl.Mapping(rules))
+    assert_same_bits(tree[head], array(model.state_dict()[head]))
+    expected = array(model.get_input_embeddings().weight)
+    assert_same_bits(tree["embed_tokens.embedding"], expected)
+
+
+def test_the_head_of_a_reward_model_whose_class_is_called_a_model(tmp_path, qwen2):
+    heads = {f"score.{n}.{part}": torch.ones(1, 32) for n in (0, 2) for part in ("weight", "bias")}
+    folder = copy(qwen2, tmp_path / "reward", without=["lm_head.weight"], more=heads)
+    config_in(folder, architectures=["Qwen2ForRewardModel"])
+    with pytest.raises(MappingError, match=r"another head .*'score.2.weight'"):
+        families.mapping(folder)
+
+
+FUSED = [
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v2",
+    "glm4_moe",
+    "qwen2_moe",
+    "deepseek_v3",
+    "qwen3_next",
+]
+
+
+@pytest.mark.parametrize("name", every(3, FUSED))
+def test_experts_as_in_memory_are_named_and_saved_again(tmp_path, name):
+    saved = make(name, tmp_path / "made")
+    saved.model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    with pytest.raises(MappingError, match=r"experts of a layer are one tensor") as caught:
+        families.mapping(tmp_path / "fused")
+    assert "problems" not in str(caught.value)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fused")
+    copy = type(model)(model.config)  # as the hint says
+    copy.load_state_dict(model.state_dict(), assign=True)
+    copy.save_pretrained(tmp_path / "copy")
+    copied = osl.load(tmp_path / "copy", mapping=families.mapping(tmp_path / "copy"))
+    for leaf, value in osl.load(saved.folder, mapping=families.mapping(saved.folder)).items():
+        assert_same_bits(np.asarray(copied[leaf], np.float32), np.asarray(value, np.float32))

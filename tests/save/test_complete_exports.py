@@ -428,3 +428,74 @@ def test_conversions_say_the_dtype_that_they_write(models, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.float32
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
+def tied(name, folder):
+    return make(name, folder, dtype="float32", tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+def test_a_head_of_its_own_is_not_said_to_be_tied(tmp_path, name):
+    """Programs other than transformers 5 drop the head of a model that is said to be tied."""
+    source = tied(name, tmp_path / "model").folder
+    untied = osl.families.mapping(source, untie=True)
+    params = osl.load(source, mapping=untied)
+    options = osl.WriteOptions(model=source)
+    params["lm_head.kernel"] = params["lm_head.kernel"] + 1
+    osl.save(tmp_path / "out", params, mapping=untied, options=options)
+    osl.save(tmp_path / "flat", osl.load(tmp_path / "out"), options=options)
+    ocp.PyTreeCheckpointer().save(tmp_path / "orbax", params)
+    osl.convert(tmp_path / "orbax", tmp_path / "converted", mapping=untied, config=source)
+    for folder in ("out", "flat", "converted"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config["tie_word_embeddings"] is False
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        head = model.lm_head.weight.detach().numpy().T
+        np.testing.assert_array_equal(head, params["lm_head.kernel"])
+        embedding = model.get_input_embeddings().weight.detach().numpy()
+        np.testing.assert_array_equal(embedding, params["embed_tokens.embedding"])
+
+
+def test_a_head_that_is_the_embedding_stays_tied(tmp_path):
+    source = tied("llama3", tmp_path / "model").folder
+    mapping, options = osl.families.mapping(source), osl.WriteOptions(model=source)
+    osl.save(tmp_path / "out", osl.load(source, mapping=mapping), mapping=mapping, options=options)
+    twice = osl.load(source)
+    twice["lm_head.weight"] = twice["model.embed_tokens.weight"]
+    osl.save(tmp_path / "twice", twice)
+    shutil.copy(source / "config.json", tmp_path / "twice")
+    osl.convert(tmp_path / "twice", tmp_path / "copy", format="hf")
+    like = osl.families.mapping(tmp_path / "twice").like(tmp_path / "twice")
+    osl.save(tmp_path / "like", osl.load(source, mapping=mapping), mapping=like, options=options)
+    assert "lm_head.weight" in osl.load(tmp_path / "like")
+    for folder in ("out", "copy", "like"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config["tie_word_embeddings"] is True
+
+
+def test_tensors_none_of_which_is_the_models_get_no_configuration_of_it(tmp_path, models):
+    """Transformers would open the folder with new random weights."""
+    folder = models["qwen3"].folder
+    mapping = osl.families.mapping(folder)
+    params = osl.load(folder, mapping=mapping)
+    options = osl.WriteOptions(model=folder)
+    handler = osl.SafetensorsCheckpointHandler(write=options)
+    ocp.PyTreeCheckpointer().save(tmp_path / "orbax", params)
+    for save in (
+        lambda: osl.save(tmp_path / "out", params, options=options),
+        lambda: ocp.Checkpointer(handler).save(tmp_path / "out", args=osl.SafetensorsSave(params)),
+        lambda: osl.convert(tmp_path / "orbax", tmp_path / "out", config=folder),
+    ):
+        with pytest.raises(osl.InvalidArgumentError, match=r"no tensor has a name of the model"):
+            save()
+        assert not (tmp_path / "out").exists()
+    osl.save(tmp_path / "out", params, mapping=mapping, options=options)  # as the hint says
+    index = folder / "model.safetensors.index.json"
+    alone = tmp_path / "alone"  # of files that are yet to be loaded
+    alone.mkdir()
+    shutil.copy(folder / "config.json", alone)
+    shutil.copy(index, alone)
+    with pytest.raises(osl.InvalidArgumentError, match=r"no tensor has a name of the model"):
+        osl.save(tmp_path / "more", params, options=osl.WriteOptions(model=alone))
+    (alone / index.name).unlink()
+    osl.save(tmp_path / "more", params, options=osl.WriteOptions(model=alone))

@@ -59,7 +59,7 @@ def stored_names(config: Config) -> Sequence[str]:
         return ()
     try:
         with Catalog.open(config) as catalog:
-            return catalog.names
+            return catalog.listed()
     except CheckpointNotFoundError:
         return ()
 

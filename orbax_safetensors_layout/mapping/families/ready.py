@@ -192,6 +192,7 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
             raise MappingError(f"scan=True: {target} has no such {family} with stacked layers")
         builder = dataclasses.replace(builder, scan=False)
     mapping = builder.build(tree)
+    _check_head(builder, names, mapping)
     return mapping if source is None else mapping.over(source)
 
 
@@ -224,6 +225,7 @@ def _dims_and_builder(
     dims = dims_of(family, parsed, names, shape_of)
     builder = _builder(dims, names, options.get("target", "plain"), options)
     _check_counts(dims, names, f"{builder.prefix}layers.")
+    _check_experts(dims, names)
     return dims, builder
 
 
@@ -275,12 +277,18 @@ def _language_part(config: Dict[str, Any]) -> Dict[str, Any]:
     return {**thinker, "quantization_config": config.get("quantization_config")}
 
 
-def has_tied_head(config: Dict[str, Any]) -> bool:
-    """Whether a configuration of any model ties the output head to the embedding."""
+def has_tied_head(config: Dict[str, Any], *, unknown: bool = False) -> bool:
+    """Whether a configuration of any model ties the output head to the embedding.
+
+    `unknown` is the default of a type that is not known.
+    """
     parsed = _language_part(config)
     inner = parsed.get("text_config")
     kind = (inner if isinstance(inner, Dict) else parsed).get("model_type")
-    return is_tied(parsed, _FAMILY_OF.get(kind) if isinstance(kind, str) else None)
+    family = _FAMILY_OF.get(kind) if isinstance(kind, str) else None
+    if family is None and kind is not None:
+        parsed = {"tie_word_embeddings": unknown, **parsed}
+    return is_tied(parsed, family)
 
 
 def _check_options(options: Dict[str, Any]) -> None:
@@ -403,15 +411,46 @@ def _builder(dims: Dims, names: Sequence[str], target: str, options: Options) ->
 
 
 def _has_head(dims: Dims, names: Sequence[str], prefix: str) -> bool:
-    """Whether an untied model has an output kernel; refuses files that lack one it must have."""
+    """Whether an untied model has an output kernel."""
+    return not dims.headless or head_name(prefix, dims.architecture.head) in names
+
+
+def _check_head(builder: MappingBuilder, names: Sequence[str], mapping: Mapping) -> None:
+    """Refuses files that lack an output kernel which they must have, or have another head."""
+    dims, prefix = builder.dims, builder.prefix
     head = head_name(prefix, dims.architecture.head)
-    if dims.headless or prefix + dims.architecture.embedding not in names:
-        return head in names or not dims.headless
-    if head not in names:
+    if head in names or prefix + dims.architecture.embedding not in names:
+        return
+    root, dot, _ = prefix.partition(".")
+    outside = (name for name in names if dot and not name.startswith(root + dot))
+    others = [name for name in outside if not mapping.leaves_out(name)]
+    if others and (others := [*{*others}.difference(mapping.match(names).taken())]):
+        raise MappingError(
+            "the model has another head than the output kernel of a language model",
+            tensor=others[0],
+            expected=repr(head),
+            found=listed(map(repr, others)),
+            hint='The rules of osl.families.mapping({**config, "architectures": ["LlamaModel"]},'
+            f" prefix={prefix!r}) take the model without a head: add rules for this one.",
+        )
+    if not dims.tied and not dims.headless:
         raise MappingError(
             f"there is no tensor {head!r}, the output kernel of a model that is not tied",
             hint="If the model has none, name a class in config.json that has none, such as"
             ' "architectures": ["LlamaModel"]. If the embedding is to be it, set'
             " tie_word_embeddings to true. Else complete the files.",
         )
-    return True
+
+
+def _check_experts(dims: Dims, names: Sequence[str]) -> None:
+    """Refuses experts that are one tensor, where the family's are each one of their own."""
+    joined = next((name for name in names if name.endswith(".experts.gate_up_proj")), None)
+    if joined and dims.experts and dims.experts_form == "each" and dims.family != "gpt_oss":
+        raise MappingError(
+            "the experts of a layer are one tensor, as transformers 5 has them in memory and saves"
+            " them with save_original_format=False",
+            tensor=joined,
+            expected="a tensor for each expert, as models of this family are published",
+            hint="Open it with transformers, and save a copy: copy = type(model)(model.config);"
+            " copy.load_state_dict(model.state_dict(), assign=True); copy.save_pretrained(FOLDER).",
+        )
