@@ -30,12 +30,7 @@ if TYPE_CHECKING:
     )
     from .analysis import Finding as Finding, Report as Report, verify as verify
     from .catalog import is_safetensors_checkpoint as is_safetensors_checkpoint
-    from .conversion import (
-        Pulled as Pulled,
-        consolidate as consolidate,
-        publish as publish,
-        pull as pull,
-    )
+    from .conversion import consolidate as consolidate
     from .convert import Converted as Converted, convert as convert
     from .errors import (
         CheckpointExistsError as CheckpointExistsError,
@@ -99,7 +94,7 @@ _NAMES = {
     ),
     "analysis": "Finding Report verify",
     "catalog": "is_safetensors_checkpoint",
-    "conversion": "Pulled consolidate publish pull",
+    "conversion": "consolidate",
     "convert": "Converted convert",
     "errors": (
         "CheckpointExistsError CheckpointNotFoundError DtypeMismatchError FormatError "

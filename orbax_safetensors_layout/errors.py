@@ -206,13 +206,7 @@ class StorageError(SafetensorsLayoutError, OSError):
 
 
 class PeerError(SafetensorsLayoutError, RuntimeError):
-    """Another process of the operation failed or did not answer; the text has its error.
-
-    Attributes:
-        is_peer_gone: Whether that process was killed or interrupted, and so not in a next attempt.
-    """
-
-    is_peer_gone = False
+    """Another process of the operation failed or did not answer; the text has its error."""
 
 
 class CheckpointExistsError(SafetensorsLayoutError, FileExistsError):

@@ -20,7 +20,6 @@ from orbax_safetensors_layout.errors import (
     redact_urls,
 )
 from orbax_safetensors_layout.format import (
-    ENCODING,
     INDEX_SUFFIX,
     MANIFEST,
     SUFFIX,
@@ -235,12 +234,6 @@ def discover(storage: Storage, path: str, *, on_error: OnError = raise_error) ->
         index_file = join(path, name)
         data = read_file(storage, index_file, "the index", error=InvalidIndexError)
         index = parse_index(data, file=index_file)
-        if ENCODING in index.metadata:
-            raise InvalidIndexError(
-                "the folder has the differences of a published version, not its tensors",
-                file=index_file,
-                hint="Take the version with osl.pull, which applies them.",
-            )
         missing = _missing(storage, path, index.files, names)
         own = [n for n in names if n.endswith(SUFFIX) and stem_of(n) == stem_of(name)]
         if own and len(missing) == len(index.files):

@@ -15,8 +15,6 @@ from .checkpoint_reader import (
 )
 from .consolidate import consolidate
 from .files_target import FilesTarget
-from .new_version import publish
 from .pipeline import Conversion, conversion_block_bytes
-from .pulled_version import Pulled, pull
 from .target import FINISHED, LeafRegion, Target, TargetArray
 from .target_tree import Topology, arrays_in, mapped_tree, plain_tree, target_expressions

@@ -91,7 +91,7 @@ def consolidate(
                 expected='layout "sharded"',
                 hint="It needs no consolidation."
                 if catalog.layout == "hf"
-                else "Put pieces of torch's DCP together by osl.convert(path, target, format='hf').",
+                else "osl.convert(path, target, format='hf') puts pieces of torch's DCP together.",
             )
         verifying = VerifyingReader.open(catalog.storage, catalog.path)
         options = dataclasses.replace(

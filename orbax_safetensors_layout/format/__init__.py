@@ -1,18 +1,5 @@
 """Parses headers, indexes, manifests and digests once into types, and makes their bytes."""
 
-from .differences import (
-    CHECKSUM,
-    ENCODING,
-    HISTORY,
-    DifferenceFormat,
-    apply_difference,
-    checksum,
-    encoded_difference,
-    folder_version,
-    parse_version,
-    version_folder,
-    version_text,
-)
 from .digests import (
     DIGESTS,
     ByteRange,

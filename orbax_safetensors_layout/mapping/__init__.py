@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from .dequantizing.dequantized import dequantized, plain_configurations
     from .families.config import parse_config, read_config
     from .families.ready import TARGETS, has_tied_head
-    from .live.live_arrays import LiveTensors, buffers_of, reapplied, shared_buffers, unapplied
     from .lookup import find_mapping, imported
     from .quantizing.quantize import Quantization
 
@@ -58,7 +57,6 @@ __getattr__ = lazy_exports(
         ".families": "",
         ".families.config": "parse_config read_config",
         ".families.ready": "TARGETS has_tied_head",
-        ".live.live_arrays": "LiveTensors buffers_of reapplied shared_buffers unapplied",
         ".lookup": "find_mapping imported",
         ".quantizing.quantize": "Quantization",
     },

@@ -1,7 +1,7 @@
 """Executes read plans: byte ranges into host memory, host memory into `jax.Array`s."""
 
 from ._jax import DistributedStore
-from .all_gather import exchange_turn, values_on_all
+from .all_gather import exchange_turn
 from .array_reader import ArrayReader
 from .leaf_builder import LeafBuilder
 from .plan_reader import ReadStats

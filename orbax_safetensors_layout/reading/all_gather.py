@@ -192,34 +192,6 @@ def _program(
     return jax.jit(mapped)
 
 
-def values_on_all(value: jax.Array, group: ProcessGroup, doing: str) -> np.ndarray:
-    """Return all values of an array that several processes have parts of, and gather together.
-
-    Raises:
-        PeerError: Another process failed, or did not come; or a load exchanges meanwhile.
-    """
-    with exchange_turn() as has_turn:
-        if not has_turn:
-            raise PeerError(
-                "a load of this process exchanges what it reads at the same time",
-                hint="Let it end first: their gathers would answer each other.",
-            )
-        if not await_unfinished():
-            raise PeerError(
-                "gathers that this process began before did not end",
-                hint="Restart the program: they failed, or others did not begin them.",
-            )
-        thread = gather_thread()
-        gather = thread.submit(functools.partial(_whole, value))
-        thread.end()
-        try:
-            (whole,) = await_gathered(gather, group, doing)
-        except BaseException:
-            leave_unfinished([gather])
-            raise
-    return np.asarray(whole)
-
-
 def _whole(value: jax.Array) -> tuple[jax.Array, ...]:
     sharding = value.sharding
     if not isinstance(sharding, NamedSharding):  # JAX alone knows the order of its devices

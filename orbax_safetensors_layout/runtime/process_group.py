@@ -425,9 +425,7 @@ class ProcessGroup:
         if verdict.differs:
             with contextlib.suppress(Exception):  # the others may have ended
                 text += self._difference(verdict.process)
-        error = PeerError(text, file=self._path)
-        error.is_peer_gone = verdict.gone
-        return error
+        return PeerError(text, file=self._path)
 
     def _difference(self, other: int) -> str:
         """Say which parts of the first process and another one are the first that differ."""

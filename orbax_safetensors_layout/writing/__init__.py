@@ -3,7 +3,7 @@
 from .assemble_files import assemble_files, write_mapped
 from .commit import appearance_rank, check_target, commit_when_complete
 from .folder import CheckpointFolder, with_digests, write_small_files
-from .host import HostValues, values_on_host
+from .host import HostValues
 from .parts import stored_bytes
 from .prepare_tree import PreparedTree
 from .side_files import (

@@ -338,23 +338,6 @@ def _is_pinned(array: Any) -> bool:
     return isinstance(array, jax.Array) and array.sharding.memory_kind == "pinned_host"
 
 
-def values_on_host(array: jax.Array) -> np.ndarray:
-    """Return the values of an array, all of which are here; nothing of them stays with it."""
-    shards: dict[Box, jax.Array] = {}
-    for shard in array.addressable_shards:
-        shards.setdefault(box_of(shard.index, array.shape), shard.data)
-    parts: Sequence[jax.Array] = [*shards.values()]
-    if not _on_host(array):
-        with _on_single_devices():
-            parts = _to_host(parts)
-    if len(parts) == 1:
-        return np.asarray(parts[0])
-    values = np.empty(array.shape, array.dtype)
-    for box, part in zip(shards, parts, strict=True):
-        values[box.slices] = np.asarray(part)
-    return values
-
-
 @contextlib.contextmanager
 def _on_single_devices() -> Iterator[None]:
     """Here JAX computes with a shard on the device that holds it, whatever the values."""

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import layers_of
-from published import read_version
 
 import orbax_safetensors_layout as osl
 
@@ -100,12 +99,6 @@ def with_source(root):
     osl.save(root / "source", layers_of(1), options=FEW)
 
 
-def published(root):
-    osl.publish(root / "versions", layers_of(0))
-    osl.publish(root / "versions", layers_of(1))
-    osl.pull(root / "versions", root / "x", version=1)
-
-
 def save(options, overwrite=True):
     return lambda root: osl.save(root / "x", layers_of(1), options=options, overwrite=overwrite)
 
@@ -121,7 +114,6 @@ WRITES = {
     "convert": (with_source, convert("hf")),
     "convert to pieces": (with_source, convert("sharded")),
     "consolidate": (saved_in_pieces, lambda root: osl.consolidate(root / "x", options=FEW)),
-    "pull": (published, lambda root: osl.pull(root / "versions", root / "x")),
 }
 
 
@@ -187,34 +179,10 @@ def test_one_call_of_a_write_fails(tmp_path, name, step):
             said.append(f"left {sorted(left)}")
 
 
-@every
-def test_one_call_of_a_publication_fails(tmp_path, step):
-    osl.publish(tmp_path / "first", layers_of(0))
-    seen = []
-
-    def act(root):
-        seen[:] = [osl.publish(root, layers_of(1))]
-
-    for place, ending, said in each_failure(tmp_path / "first", tmp_path / "runs", act, step):
-        newest = osl.pull(place, place / "own")
-        if newest.version != (2 if ending is None else newest.version):
-            said.append("not published")
-        if as_bytes(osl.load(place / "own")) != (OLD if newest.version == 1 else NEW):
-            said.append("other contents")
-        if second := ended(act, place):
-            said.append(f"the same again: {second[0]}")
-        elif read_version(place, seen[0]) != NEW:
-            said.append("other contents the second time")
-        names = {"own", *(f"weight_v{number:06d}" for number in range(1, seen[0] + 1))}
-        if (left := {path.name for path in place.iterdir()}) != names:
-            said.append(f"left {sorted(left)}")
-
-
 READS = {
     "load": (saved, lambda root: osl.load(root / "x")),
     "load of jax arrays": (saved, lambda root: osl.load(root / "x", ARRAYS)),
     "load of pieces": (saved_in_pieces, lambda root: osl.load(root / "x")),
-    "pull": (published, lambda root: osl.pull(root / "versions").tree),
 }
 
 

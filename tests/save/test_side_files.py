@@ -139,7 +139,7 @@ def user_link(target):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("put", [user_folder, user_file, user_link])
-@pytest.mark.parametrize("call", ["save", "convert", "consolidate", "pull"])
+@pytest.mark.parametrize("call", ["save", "convert", "consolidate"])
 def test_what_has_the_name_of_a_side_file_but_is_of_another_kind_stays(
     tmp_path, put, call, overwrite
 ):
@@ -147,11 +147,8 @@ def test_what_has_the_name_of_a_side_file_but_is_of_another_kind_stays(
     write_files(tmp_path / "model", files)
     options = osl.WriteOptions(model=tmp_path / "model")
     source, target = tmp_path / "source", tmp_path / "out"
-    if call == "pull":
-        osl.publish(source, TENSORS, options=options)
-    else:
-        layout = "sharded" if call == "consolidate" else "hf"
-        osl.save(source, TENSORS, options=dataclasses.replace(options, layout=layout))
+    layout = "sharded" if call == "consolidate" else "hf"
+    osl.save(source, TENSORS, options=dataclasses.replace(options, layout=layout))
     target.mkdir()
     put(target)
     (name,) = os.listdir(target)
@@ -161,7 +158,6 @@ def test_what_has_the_name_of_a_side_file_but_is_of_another_kind_stays(
         "save": lambda: osl.save(target, TENSORS, options=options, overwrite=overwrite),
         "convert": lambda: osl.convert(source, target, format="hf", overwrite=overwrite),
         "consolidate": lambda: osl.consolidate(source, target, overwrite=overwrite),
-        "pull": lambda: osl.pull(source, target),
     }
     with pytest.raises(osl.CheckpointExistsError, match=f"other things of these names.*{name}"):
         calls[call]()

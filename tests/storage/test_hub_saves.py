@@ -318,18 +318,6 @@ def test_a_conversion_replaces_no_side_file_unasked(hub, tmp_path):
     assert files(hub)["config.json"] == b'{"a": 1}'
 
 
-def test_versions_are_published_to_the_hub(hub):
-    tree = {name: value.copy() for name, value in TREE.items()}
-    for number in (1, 2, 3):
-        assert osl.publish(f"hf://{NAME}/versions", tree) == number
-        tree["layer.1.weight"][:5] += 1
-    assert len(commits(hub)) == 3
-    tree["layer.1.weight"][:5] -= 1
-    pulled = osl.pull(f"hf://{NAME}/versions")
-    assert pulled.version == 3
-    assert all(np.array_equal(pulled.tree[name], tree[name]) for name in tree)
-
-
 def test_buckets_of_the_hub_are_not_repositories():
     with pytest.raises(osl.StorageError, match="cannot open the path"):
         osl.save("hf://buckets/org/name", TREE)

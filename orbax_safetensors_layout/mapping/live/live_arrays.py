@@ -32,7 +32,7 @@ from ..affine.bound import BoundExpr, Valued
 from ..expr.values import Cast
 from ..names import TensorSpec, TensorSpecs
 from ..problems import Problem, mapping_error
-from .exact_values import compared_bits, to_bits
+from .exact_values import to_bits
 from .traced import Raised, TracedValues, may_refuse, refusal, reordered_first, stacked_first
 
 _MAPPINGS, _PROGRAMS = 32, 1024  # whose plans, and which, are kept
@@ -165,12 +165,6 @@ class _Program:
 
 
 @jax.jit
-def _is_same(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Whether two arrays have the same bits."""
-    return jnp.array_equal(compared_bits(to_bits(a)), compared_bits(to_bits(b)))
-
-
-@jax.jit
 def _all_bits(arrays: Dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: to_bits(array) for name, array in arrays.items()}
 
@@ -247,82 +241,6 @@ def unapply(mapping: Any, tree: Any, shardings: Any, *, donate: bool) -> dict[st
         )
     placements = {name: getattr(s, "sharding", s) for name, s in shardings.items()}
     return _all_values(groups, arrays, {name: placements.get(name) for name in names}, donate)
-
-
-class LiveTensors(NamedTuple):
-    """Some tensors that a mapping saves, of all leaves that have a part of them."""
-
-    arrays: Dict[str, Any]  # all leaves of the tree
-    saves: tuple[_ArrayGroup, ...]
-    loads: tuple[_ArrayGroup, ...] = ()
-
-    def leaves(self) -> dict[str, Any]:
-        """Return the leaves that are loaded."""
-        return {name: self.arrays[name] for group in self.loads for name in group.results}
-
-    def names(self) -> list[str]:
-        return [name for group in self.saves for name in group.results]
-
-    def values(self) -> dict[str, Any]:
-        """Return what `Mapping.unapply` returns of these tensors."""
-        return _all_values(self.saves, self.arrays, dict.fromkeys(self.names()), donate=False)
-
-    def loaded(self, tensors: Dict[str, Any]) -> dict[str, Any]:
-        """Return the leaves that these tensors make, placed as they were."""
-        placements = {name: array.sharding for name, array in self.leaves().items()}
-        return _all_values(self.loads, tensors, placements, donate=False)
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """Return shapes and dtypes of the tensors."""
-        return _result_specs(self.saves)
-
-    def changed(self, tensors: Dict[str, Any]) -> list[str]:
-        """Return leaves that tensors as `values` returns them do not make again, bit for bit.
-
-        Only an operation whose inverse may round can change one.
-        """
-        expressions = [expr for g in (*self.saves, *self.loads) for expr in g.expressions]
-        nodes = itertools.chain.from_iterable(expr.nodes() for expr in expressions)
-        if not any(isinstance(node, Valued) and node.op.lossy_inverse for node in nodes):
-            return []
-        again = self.loaded(tensors)
-        same = {name: _is_same(again[name], leaf) for name, leaf in self.leaves().items()}
-        return [name for name, is_same in same.items() if not is_same]
-
-
-def unapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
-    """Return the tensors of a tree, those that are made of the same leaves together."""
-    arrays = _leaves_by_name(mapping, tree)
-    return [LiveTensors(arrays, (g,)) for g in _inverse_planned(mapping, _specs(arrays), _is_x64())]
-
-
-def reapplied(mapping: Any, tree: Any) -> list[LiveTensors]:
-    """Return as `unapplied` does tensors that have no leaf in common, and the way back."""
-    arrays = _leaves_by_name(mapping, tree)
-    specs = _specs(arrays)
-    saves = _inverse_planned(mapping, specs, _is_x64())
-    asked = tuple((name, spec.shape, spec.dtype) for name, spec in specs)
-    loads = _planned(mapping, tuple(_result_specs(saves).items()), asked, _is_x64())
-    names = [[("leaf", n) for n in g.sources] + [("tensor", n) for n in g.results] for g in saves]
-    names += [[("leaf", n) for n in g.results] + [("tensor", n) for n in g.sources] for g in loads]
-    count = len(saves)
-    return [
-        LiveTensors(
-            arrays,
-            tuple(saves[n] for n in numbers if n < count),
-            tuple(loads[n - count] for n in numbers if n >= count),
-        )
-        for numbers in _connected(names)
-    ]
-
-
-def _result_specs(groups: Iterable[_ArrayGroup]) -> dict[str, TensorSpec]:
-    return {
-        name: TensorSpec(expr.shape, np.dtype(expr.dtype))
-        for group in groups
-        for name, n in group.results.items()
-        for expr in [group.expressions[n]]
-    }
 
 
 def _leaves_of(mapping: Any, tree: Any) -> tuple[list[tuple[str, Any]], Any]:
