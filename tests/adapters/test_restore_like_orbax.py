@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
+from flax import nnx
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from meshes import mesh_of, place
@@ -330,6 +331,22 @@ def test_what_the_checkpoint_lacks_comes_back_as_given_from_a_partial_restore(tm
             results.append(ocp_v1.load(tmp_path / f"v1-{number}", item))
     check_absent(*results[:2], item)
     check_absent(results[0], results[2], item)
+
+
+@pytest.mark.parametrize("saved", [ocp_v1.Context, lambda: osl.context("items")])
+def test_adapters_on_a_step_of_the_base_model(tmp_path, saved):
+    """As MaxText does with `nnx.State`s: the adapter comes back as it was asked for."""
+    asked = {"base": nnx.Param(WANTED), "lora": {"a": nnx.LoRAParam(WANTED)}}
+    with saved():
+        base = {"base": nnx.Param(place(WANTED_VALUE, P()))}
+        ocp_v1.save_checkpointables(tmp_path / "a", {"items": base})
+    context = osl.context("items")
+    context.pytree.loading.partial_load = True
+    with context:
+        loaded = ocp_v1.load_checkpointables(tmp_path / "a", {"items": asked})["items"]
+    kept = [leaf for leaf in jax.tree.leaves(loaded) if leaf is WANTED]
+    assert len(kept) == 1
+    np.testing.assert_array_equal(jax.tree.leaves(loaded["base"])[0], WANTED_VALUE)
 
 
 def check_absent(orbaxs, ours, item):
