@@ -476,15 +476,15 @@ def _content(
     host may have its own, a sample of the bytes that are exchanged; of pieces the save that made
     them.
     """
-    storage, manifest = catalog.storage, catalog.manifest()
-    if manifest is not None and manifest.pieces is not None:
+    storage, is_in_pieces = catalog.storage, catalog.layout == "sharded"
+    if is_in_pieces and (manifest := catalog.manifest()) and manifest.pieces is not None:
         return _short_digest((manifest.pieces.save_id, manifest.pieces.files))
     if not isinstance(storage, LocalStorage):
         used = {entry.file for leaf in leaves for entry in _entries(leaf.region.source)}
         versions = {files[file]: storage.version(file) for file in used}
         known = sorted((file, version) for file, version in versions.items() if version)
         return _short_digest(known) if known else ""
-    if catalog.layout == "sharded":  # of no save of this package: the middle of each file
+    if is_in_pieces:  # of no save of this package: the middle of each file
         return _short_digest([storage.sample(f, 0, storage.size(f)) for f in catalog.files])
     by_place = [*{(entry.file, entry.start): entry for entry in exchanged}.values()]
     sample = [
