@@ -92,7 +92,7 @@ def test_a_conversion_takes_them_as_files_of_hugging_face(four, tmp_path):
 
 def test_consolidate_says_what_puts_them_together(four, tmp_path):
     with pytest.raises(
-        osl.SafetensorsLayoutError, match=r"by osl\.convert\(path, target, format='hf'\)"
+        osl.SafetensorsLayoutError, match=r"osl\.convert\(path, target, format='hf'\)"
     ):
         osl.consolidate(four)
 
