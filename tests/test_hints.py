@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -202,6 +203,10 @@ def copies_that_differ(tmp):
     yield saves("to", {"a": W}, rule("a", tensor("x"), tied_to="a")), "saved a rule without tied_to"
     there_and_back("to", {"a": W}, rule("a", tensor("x")))
     yield lambda: rule("a", tensor("x"), lossy_inverse=True), "Only a tied leaf has lossy_inverse"
+    part = tensor("x").slice(0, 1, 3)
+    tree = {"a": W, "b": W[1:3]}
+    yield saves("to", tree, rules[0], rule("b", part, tied_to="a")), "Accept that: lossy_inverse="
+    saves("to", tree, rules[0], rule("b", part, tied_to="a", lossy_inverse=True))()
 
 
 @follows
@@ -392,9 +397,22 @@ def names_of_other_levels(tmp):
     mapping = osl.Mapping([rule("w", tensor("x"))])
     yield (
         lambda: osl.convert("run", "to", mapping=mapping, inverse=True),
-        "with subtree='params' (--subtree)",
+        "the part 'params' of the tree",
     )
     osl.convert("run", "to", mapping=mapping, inverse=True, subtree="params")
+    moments = {"mu": {"w": 2 * W}, "nu": {"w": 3 * W}}
+    osl.save("adam", {"opt": moments, "params": {"w": W}})
+    yield (
+        lambda: osl.convert("adam", "weights", mapping=mapping, inverse=True),
+        "the part 'opt.mu' or 'opt.nu' or 'params' of the tree",
+    )
+    osl.convert("adam", "weights", mapping=mapping, inverse=True, subtree="params")
+    assert_same_bits(osl.load("weights")["x"], W)
+    yield (
+        lambda: osl.load("adam", {"w": W}),
+        "give {'opt': {'mu': tree}} or {'opt': {'nu': tree}} or {'params': tree}.",
+    )
+    assert_same_bits(osl.load("adam", {"params": {"w": W}})["params"]["w"], W)
 
 
 # Saves
@@ -429,6 +447,16 @@ def a_place_that_is_taken(tmp):
     )
     (tmp / "other" / "config.json").rename(tmp / "moved")
     osl.save("other", tree, options=options)
+    (tmp / "folder_there" / "model.safetensors").mkdir(parents=True)
+    yield lambda: osl.save("folder_there", tree, overwrite=True), "Move it away, or give another"
+    (tmp / "folder_there" / "model.safetensors").rename(tmp / "away")
+    osl.save("folder_there", tree)
+    osl.peft.save("adapter", {"q.lora_A.weight": W}, config={"r": 4})
+    osl.save("adapter", tree)
+    replace = {"format": "orbax", "overwrite": True}
+    yield lambda: osl.convert("to", "adapter", **replace), "Move them away, or give another folder."
+    (tmp / "adapter" / "adapter_model.safetensors").rename(tmp / "adapter.safetensors")
+    osl.convert("to", "adapter", **replace)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp / "orbax", tree)
     yield lambda: osl.save("orbax", tree), "Save to another folder, or remove it first."
@@ -717,6 +745,25 @@ def checksums(tmp):
     assert not osl.verify("to").ok
     osl.save("to", {"a": W}, options=osl.WriteOptions(digests=True), overwrite=True)
     osl.load("to", options=verify)
+
+
+@follows
+def keys_of_an_implementation_of_ones_own(tmp):
+    def zeros(*_):
+        return jnp.zeros((2,), jnp.uint32)
+
+    own = jax.extend.random.define_prng_impl(
+        key_shape=(2,), seed=zeros, split=zeros, random_bits=zeros, fold_in=zeros, name="own"
+    )
+    keys = {"k": jax.random.key(0, impl=own)}
+    osl.save("to", keys)
+    data = jax.tree.map(jax.random.key_data, keys)
+    for tree in (None, keys, jax.eval_shape(lambda: keys)):
+        yield lambda tree=tree: osl.load("to", tree), "Give a tree with their data"
+    loaded = osl.load("to", jax.eval_shape(lambda: data))["k"]
+    assert jax.random.wrap_key_data(loaded, impl=own).dtype == keys["k"].dtype
+    yield lambda: osl.plan_save(jax.eval_shape(lambda: keys)), "Give a tree with their data"
+    osl.plan_save(jax.eval_shape(lambda: data))
 
 
 @follows

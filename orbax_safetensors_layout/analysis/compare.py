@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors_layout.adapters import open_reader
-from orbax_safetensors_layout.catalog import CheckpointRef, added_prefix
+from orbax_safetensors_layout.catalog import CheckpointRef, added_prefixes
 from orbax_safetensors_layout.conversion import (
     CHUNKS_IN_BUDGET,
     CheckpointReader,
@@ -32,6 +32,7 @@ from orbax_safetensors_layout.runtime import batches
 from .report import Finding, Report
 
 _BLOCK_BYTES = 32 * MIB
+_MOST_PREFIXES = 5  # that are noted
 
 
 class _ArrayBox(NamedTuple):
@@ -223,7 +224,7 @@ def _prefix_notes(ours: Set[str], theirs: Set[str], subtree: str | None) -> Iter
     """Yields how to compare names that differ by a prefix of one checkpoint."""
     here, there = ours - theirs, theirs - ours
     for longer, shorter, first in ((here, there, ""), (there, here, "exchange the two, and ")):
-        if prefix := added_prefix(longer, shorter):
+        for prefix in added_prefixes(longer, shorter)[:_MOST_PREFIXES]:
             part = ".".join(filter(None, ("" if first else subtree, prefix[:-1])))
             text = f"names are the same but for {prefix!r}: {first}compare with subtree={part!r}"
             yield Finding("value", f"{text} (--subtree {part})", is_error=False)

@@ -108,11 +108,13 @@ def _nearest_pattern(pattern: str, names: Collection[str]) -> str | None:
     return None
 
 
-def added_prefix(longer: Collection[str], shorter: Set[str]) -> str:
+def added_prefixes(longer: Collection[str], shorter: Set[str]) -> list[str]:
     """Return the components, each dotted, that half of the longer or shorter names differ by.
 
-    >>> added_prefix(["params.a.w", "params.b.w", "step"], {"a.w", "b.w"})
-    'params.'
+    Of several that differ so, as parameters and their moments do, all are returned.
+
+    >>> added_prefixes(["params.a.w", "params.b.w", "step"], {"a.w", "b.w"})
+    ['params.']
     """
     counts = Counter(
         name[:end]
@@ -120,8 +122,10 @@ def added_prefix(longer: Collection[str], shorter: Set[str]) -> str:
         for end in (dot.end() for dot in itertools.islice(_DOT.finditer(name), _MAX_PREFIX))
         if name[end:] in shorter
     )
-    prefix, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
-    return prefix if 2 * count >= min(len(longer), len(shorter)) else ""
+    most = max(counts.values(), default=0)
+    if not most or 2 * most < min(len(longer), len(shorter)):
+        return []
+    return [prefix for prefix, count in counts.items() if count == most]
 
 
 def nearest_names(name: str, names: Collection[str], what: str = "names") -> str | None:

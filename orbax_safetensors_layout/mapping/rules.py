@@ -23,7 +23,7 @@ import numpy as np
 
 from orbax_safetensors_layout.catalog import (
     Catalog,
-    added_prefix,
+    added_prefixes,
     compile_pattern,
     patterns_of,
 )
@@ -438,10 +438,11 @@ class InverseMapping:
                 "Add rules for such. What is not a weight can be dropped: mapping.drop("
                 f"{drops}), or --drop of `convert`."
             )
-        elif prefix := added_prefix([*map(pattern_of, unmade)], known)[:-1]:
+        elif prefixes := added_prefixes([*map(pattern_of, unmade)], known):
+            parts = listed((repr(prefix[:-1]) for prefix in prefixes), 5, " or ")
             hint = (
-                f"The rules have the names without '{prefix}.': give that part of the tree, with"
-                f" subtree={prefix!r} (--subtree) in `convert`."
+                f"The rules have the names of the part {parts} of the tree: give that, by subtree="
+                " (--subtree) in `convert`."
             )
         problems += no_rule(unmade, hint)
         taken = {target.leaf: set(target.patterns) for target in targets}

@@ -11,6 +11,10 @@ import numpy as np
 from orbax_safetensors_layout.errors import InvalidManifestError, UnsupportedDtypeError
 
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+_DATA_HINT = (
+    "Give a tree with their data in the place of the keys, uint32: jax.random.wrap_key_data(data,"
+    " impl=...) makes keys of it."
+)
 
 
 def is_key(value: Any) -> bool:
@@ -32,7 +36,7 @@ def implementation(keys: Any) -> str:
         "keys of an implementation that JAX does not name",
         expected=f"one of {', '.join(_IMPLEMENTATIONS)}",
         found=keys.dtype,
-        hint="Give concrete keys, or their data.",
+        hint=_DATA_HINT,
     )
 
 
@@ -56,7 +60,7 @@ def keys_of(shape: tuple[int, ...], dtype: Any, name: str, *, file: str | None, 
             tensor=tensor,
             expected=f"data of keys of an implementation {name!r} that JAX has",
             found=f"{np.dtype(dtype)} {list(shape)}: {error}",
-            hint="Register the implementation before, or save the checkpoint again.",
+            hint=_DATA_HINT,
         ) from error
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format
 
-from orbax_safetensors_layout.catalog import Catalog, added_prefix, refuse_casts_of_codes
+from orbax_safetensors_layout.catalog import Catalog, added_prefixes, refuse_casts_of_codes
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -213,14 +213,24 @@ def _not_found(
 
 def _prefix_hint(stored: Sequence[str], names: Sequence[str]) -> str | None:
     """Return what to do where all names have a prefix too much, or lack one."""
-    if prefix := added_prefix(names, set(stored)):
-        keys = "".join(f"[{part!r}]" for part in prefix.split(".")[:-1])
-        return f"The checkpoint has the names without {prefix!r}: leave it out, as tree{keys} does."
-    if prefix := added_prefix(stored, set(names)):
-        nested = "tree"
-        for part in reversed(prefix.split(".")[:-1]):
-            nested = f"{{{part!r}: {nested}}}"
-        return f"The checkpoint has the names with {prefix!r} before them: give {nested}."
+    if prefixes := added_prefixes(names, set(stored)):
+        keys = (prefix.split(".")[:-1] for prefix in prefixes)
+        trees = ("tree" + "".join(f"[{key!r}]" for key in path) for path in keys)
+        without = listed(map(repr, prefixes), 5)
+        return (
+            f"The checkpoint has the names without {without}: leave it out, as"
+            f" {listed(trees, 5, ' or ')} does."
+        )
+    if prefixes := added_prefixes(stored, set(names)):
+        keys = (reversed(prefix.split(".")[:-1]) for prefix in prefixes)
+        trees = (
+            functools.reduce(lambda tree, key: f"{{{key!r}: {tree}}}", path, "tree")
+            for path in keys
+        )
+        return (
+            f"The checkpoint has the names with {listed(map(repr, prefixes), 5, ' or ')} before"
+            f" them: give {listed(trees, 5, ' or ')}."
+        )
     return None
 
 

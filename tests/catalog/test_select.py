@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.catalog import (
-    added_prefix,
+    added_prefixes,
     compile_pattern,
     select_names,
     suggest_names,
@@ -169,11 +169,13 @@ def test_patterns_that_match_nothing_name_similar_ones() -> None:
 
 
 def test_prefixes_that_names_have_in_addition() -> None:
-    assert added_prefix(["a.b.w", "a.b.v", "step"], {"w", "v"}) == "a.b."
-    assert added_prefix(["a.w", "b.v", "step"], {"w", "v", "x"}) == ""
-    assert added_prefix(["w"], {"w"}) == ""
-    assert added_prefix([], {"w"}) == ""
-    assert added_prefix(["a." * 1_000_000 + "w"], {"w"}) == ""  # without quadratic work
+    assert added_prefixes(["a.b.w", "a.b.v", "step"], {"w", "v"}) == ["a.b."]
+    adam = [f"{part}.{name}" for part in ("mu", "params") for name in ("w", "v")]
+    assert added_prefixes(adam, {"w", "v"}) == ["mu.", "params."]
+    assert added_prefixes(["a.w", "b.v", "step"], {"w", "v", "x"}) == []
+    assert added_prefixes(["w"], {"w"}) == []
+    assert added_prefixes([], {"w"}) == []
+    assert added_prefixes(["a." * 1_000_000 + "w"], {"w"}) == []  # without quadratic work
 
 
 def test_nearest_names_of_few() -> None:

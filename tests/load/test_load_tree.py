@@ -256,7 +256,8 @@ def test_a_prefix_too_much_or_too_little_is_named(path, tmp_path):
     with pytest.raises(osl.MissingTensorError) as caught:
         osl.load(path, leaves)
     assert caught.value.hint == (
-        "The checkpoint has the names with 'layers.0.' before them: give {'layers': {'0': tree}}."
+        "The checkpoint has the names with 'layers.0.' or 'layers.1.' before them:"
+        " give {'layers': {'0': tree}} or {'layers': {'1': tree}}."
     )
 
 

@@ -70,8 +70,8 @@ class Copies(NamedTuple):
             held = held_elements(all_patches)
             if held != count * size:
                 raise MappingError(
-                    f"{leaves_of(all_patches)} have {held} of {count} x {size} elements, so that"
-                    " not all copies can be compared",
+                    f"not all copies can be compared: of {count} x {size} elements only {held} are"
+                    f" in {leaves_of(all_patches)}",
                     hint="Accept that: lossy_inverse=True, of repeat(...) or the tied leaf's rule.",
                 )
             whole = assemble((count, *shape), all_patches)
