@@ -15,6 +15,8 @@ from absl import logging
 
 from orbax_safetensors_layout.adapters import open_reader
 from orbax_safetensors_layout.catalog import (
+    Step,
+    find_step,
     holds_checkpoint,
     is_orbax_checkpoint,
     is_safetensors_checkpoint,
@@ -26,6 +28,7 @@ from orbax_safetensors_layout.conversion import (
     Conversion,
     FilesTarget,
     SafetensorsReader,
+    StepConversion,
     Target,
     Topology,
     arrays_in,
@@ -35,6 +38,7 @@ from orbax_safetensors_layout.conversion import (
     plain_tree,
     renamed,
     rerooted,
+    staged_step,
     target_expressions,
     values_of,
 )
@@ -149,7 +153,10 @@ def convert(
             vectors is split along the outermost dimension that the most devices divide.
         processes: How many processes that mesh has; each has a file in layout `sharded`.
         step: A step of the source. An Orbax target is then the same step below `target`.
-        item: An item of the source; by default the only one, `default` or `state`.
+        item: The item of the source that is converted, into a step that is there beside its other
+            items. By default a step is converted whole: all trees, and what other handlers of Orbax
+            saved is copied. A mapping, `subtree` and the like take one tree, as does a target of
+            Hugging Face files: the only one, `default` or `state`.
         subtree: Dotted name of the part of the source's tree that is converted.
         config: The folder whose `config.json`, tokenizer and the like are put beside safetensors
             files; by default the source, if it is of Hugging Face.
@@ -183,10 +190,15 @@ def convert(
         array([6., 7.], dtype=float32)
     """
     options = given_or_default(options, ConvertOptions)
+    of_one_tree = mapping, inverse, dequantize, quantize, subtree, config
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(save_group(target, options, "convert"))
         stack.enter_context(frozen_heap())
-        ref = resolve_checkpoint(source, step=step, item=item, has_steps=True)
+        found = find_step(source, step=step)
+        refs = [*found.trees.values()]
+        is_whole = bool(refs) and item is None and all(part is None for part in of_one_tree)
+        if not is_whole:
+            refs = [resolve_checkpoint(source, step=step, item=item)]
         reading = ReadOptions(
             memory_budget_bytes=options.memory_budget_bytes,
             cache=options.cache,
@@ -194,28 +206,104 @@ def convert(
         )
         if mapping is not None:
             check_mapping(mapping)
-        reader = open_reader(ref, dataclasses.replace(reading, verify=True), named_by=mapping)
-        stack.callback(reader.close)
-        tree = rerooted(reader.tree, subtree)
-        arrays = arrays_of(tree)
-        source_kind = reader.kind
-        if source_kind == "hf" and mapping is not None and inverse is None:
-            inverse = reader.is_recorded and not mapping.match(arrays).taken()
-        kind = format or ("orbax" if source_kind == "hf" and not inverse else "hf")
+        reading_to_verify = dataclasses.replace(reading, verify=True)
+        readers = []
+        for ref in refs:
+            readers.append(open_reader(ref, reading_to_verify, named_by=mapping))
+            stack.callback(readers[-1].close)
+        are_hf = all(reader.kind == "hf" for reader in readers)
+        if are_hf and mapping is not None and inverse is None:
+            arrays = arrays_of(rerooted(readers[0].tree, subtree))
+            inverse = readers[0].is_recorded and not mapping.match(arrays).taken()
+        kind = format or ("orbax" if are_hf and not inverse else "hf")
         folder, remote = _target_folder(target, group, stack, overwrite=overwrite)
-        restart = restart or remote is not None
-        target_item = None
-        if step is not None and kind == "orbax":  # the target is a step, too
-            folder = os.path.join(folder, os.path.basename(ref.step_folder))
-            target_item = ref.item or "default"
-        _check_apart(ref.path, folder)
+        copied = found.others if is_whole else []
+        is_step = len(refs) > 1 or (kind == "orbax" and (step is not None or bool(copied)))
+        if step is not None:
+            place = os.path.join(folder, os.path.basename(found.path))
+            is_step = is_step or bool(find_step(place).trees)
+            folder = place if is_step else folder
+        _check_apart(found.path, folder)
+        request = _Request(
+            kind=kind,
+            mapping=mapping,
+            inverse=inverse,
+            dequantize=dequantize,
+            quantize=quantize,
+            topology=_topology(mesh, spec, processes),
+            subtree=subtree,
+            config=config,
+            options=options,
+            restart=restart or remote is not None,
+            is_continued=remote is None,
+            reopen=lambda path: open_reader(resolve_checkpoint(path), reading),
+        )
+        replaces = overwrite or remote is not None
+        conversion: Conversion | StepConversion
+        sidecar_files: Mapping[str, bytes] = {}
+        if is_step:
+            items = {
+                ref.item or "default": reader for ref, reader in zip(refs, readers, strict=True)
+            }
+            conversion = _step_conversion(request, found, items, copied, folder)
+        else:
+            conversion, sidecar_files = request.conversion(readers[0], folder)
+
+        def check() -> None:
+            if remote is not None:
+                storage, path = remote
+                exists = functools.partial(is_safetensors_checkpoint, storage=storage)
+                check_target(storage, path, sidecar_files, overwrite, exists)
+            if isinstance(conversion, StepConversion):
+                conversion.check(overwrite=replaces)
+            else:
+                _check_folder(folder, kind, sidecar_files, overwrite=replaces)
+
+        if request.topology is not None and spec and kind != "hf":
+            for rule in request.topology.unused_rules:
+                logging.warning("The sharding rule %s is used by no array.", rule)
+        with frozen_heap():
+            resumed = conversion.run(group, check)
+        written = folder if remote is None else os.fsdecode(target)
+        return Converted(written, conversion.arrays_written, conversion.nbytes, resumed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """The arguments of a conversion, which hold for each tree of it."""
+
+    kind: Format
+    mapping: LeafMapping | None
+    inverse: bool | None
+    dequantize: str | None
+    quantize: Quantizes | None
+    topology: Topology | None
+    subtree: str | None
+    config: PathLike | None
+    options: ConvertOptions
+    restart: bool
+    is_continued: bool
+    reopen: Callable[[str], CheckpointReader]
+
+    def conversion(
+        self, reader: CheckpointReader, folder: str, files: Mapping[str, bytes] | None = None
+    ) -> tuple[Conversion, Mapping[str, bytes]]:
+        """Plan the conversion of one tree into a folder; return it with the files beside its own.
+
+        `files` are put beside the tree in place of those of a model.
+        """
+        kind, options, quantize, topology = self.kind, self.options, self.quantize, self.topology
+        tree = rerooted(reader.tree, self.subtree)
+        arrays = arrays_of(tree)
         if not jax.tree.leaves(tree):
-            raise CheckpointNotFoundError("the source has no leaves to convert", file=ref.path)
+            raise CheckpointNotFoundError("the source has no leaves to convert", file=reader.path)
         if quantize is not None and kind != "hf":
             raise InvalidArgumentError(
-                f"quantize is for format 'hf', not for {kind!r}", file=ref.path
+                f"quantize is for format 'hf', not for {kind!r}", file=reader.path
             )
-        mapping, inverts = _mapping(ref.path, reader.kind, kind, mapping, inverse, dequantize)
+        mapping, inverts = _mapping(
+            reader.path, reader.kind, kind, self.mapping, self.inverse, self.dequantize
+        )
         if mapping is not None and inverts:
             tree = renamed(tree, mapping.names_of)
             arrays = arrays_of(tree)
@@ -231,48 +319,33 @@ def convert(
             is_flat = inverts or quantize is not None
             values = {} if mapping is None or is_flat else mapping.passed(values_of(tree))
             target_tree = mapped_tree(stored, values, is_flat=is_flat)
-        topology = _topology(mesh, spec, processes)
-        if kind == "orbax" and config is not None:
+        if kind == "orbax" and self.config is not None:
             logging.warning(
                 "Format 'orbax' has no configuration or tokenizer files: config is ignored."
             )
         if kind == "hf" and topology is not None:
             logging.warning("Format 'hf' has whole tensors: mesh, spec and processes are ignored.")
             topology = None
-        block_bytes = conversion_block_bytes(folder, options.memory_budget_bytes, restart=restart)
-        how = quantize and quantize.fingerprint()
-        arguments = mapping and fingerprint(mapping), inverts, subtree, how
+        block_bytes = conversion_block_bytes(
+            folder, options.memory_budget_bytes, restart=self.restart
+        )
+        arguments = (
+            mapping and fingerprint(mapping),
+            inverts,
+            self.subtree,
+            quantize and quantize.fingerprint(),
+        )
         planned: Target
-        sidecar_files: dict[str, bytes] = {}
+        sidecar_files: Mapping[str, bytes] = {}
         if kind == "orbax":
             from orbax_safetensors_layout.adapters import OrbaxTarget  # imports Orbax
 
             planned = OrbaxTarget(
-                target_tree,
-                reader,
-                arrays,
-                topology,
-                options,
-                most_chunk_bytes=block_bytes,
-                item=target_item,
+                target_tree, reader, arrays, topology, options, most_chunk_bytes=block_bytes
             )
         else:
-            sidecar_files = _sidecar_files(reader, config, code=options.code)
-            of_target = {array.name: array for array in arrays_in(target_tree)}
-            described: Mapping[str, Any] = of_target if quantize is None else expressions
-            same = mapping is None and config is None  # as what the configuration is of
-            saved = {
-                name: SavedTensor.of(
-                    array, options.dtype, None if same else expressions.get(name, name)
-                )
-                for name, array in described.items()
-            }
-            if dequantize is not None:
-                sidecar_files = plain_configurations(sidecar_files)
-            sidecar_files = described_files(sidecar_files, saved)
-            if quantize is not None:
-                configured = functools.partial(quantize.configured, weights=expressions)
-                sidecar_files = configured_files(sidecar_files, folder, configured)
+            is_tree = mapping is None and quantize is None and reader.is_recorded
+            sidecar_files = files or self._sidecar_files(reader, folder, target_tree, expressions)
             identity = (reader.identity(), *arguments, options.dtype)
             planned = FilesTarget(
                 target_tree,
@@ -284,45 +357,80 @@ def convert(
                     metadata={**reader.metadata, **options.metadata},
                 ),
                 topology,
-                is_tree=bool(values)
-                or (mapping is None and quantize is None and reader.is_recorded),
+                is_tree=bool(values) or is_tree,
                 identity=hashlib.sha256(repr(identity).encode()).hexdigest(),
                 sidecar_files=sidecar_files,
             )
-        for rule in () if topology is None or not spec else topology.unused_rules:
-            logging.warning("The sharding rule %s is used by no array.", rule)
         # All of it is then replaced.
         is_whole = is_orbax_checkpoint(folder) and not is_safetensors_checkpoint(folder)
         of_checkpoint: Callable[[str], bool] = _is_of_checkpoint
         if kind != "orbax":
             with LocalStorage() as storage:
                 of_checkpoint = replaced_files(storage, folder, "model")
-        with frozen_heap():
-            conversion = Conversion(
-                reader,
-                arrays,
-                planned,
-                folder,
-                options,
-                block_bytes,
-                restart=restart,
-                is_continued=remote is None,
-                arguments=arguments,
-                reopen=lambda path: open_reader(resolve_checkpoint(path), reading),
-                is_replaced=lambda name: is_whole or of_checkpoint(name),
-            )
+        conversion = Conversion(
+            reader,
+            arrays,
+            planned,
+            folder,
+            options,
+            block_bytes,
+            restart=self.restart,
+            is_continued=self.is_continued,
+            arguments=arguments,
+            reopen=self.reopen,
+            is_replaced=lambda name: is_whole or of_checkpoint(name),
+        )
+        return conversion, sidecar_files
 
-            def check() -> None:
-                if remote is not None:
-                    storage, path = remote
-                    exists = functools.partial(is_safetensors_checkpoint, storage=storage)
-                    check_target(storage, path, sidecar_files, overwrite, exists)
-                replaces = overwrite or remote is not None
-                _check_folder(folder, kind, sidecar_files, overwrite=replaces)
+    def _sidecar_files(
+        self,
+        reader: CheckpointReader,
+        folder: str,
+        target_tree: Any,
+        expressions: Mapping[str, BoundExpr],
+    ) -> dict[str, bytes]:
+        """Return the files of the model, as they are true of what is written."""
+        quantize, dtype = self.quantize, self.options.dtype
+        files = {}
+        if self.config is not None:
+            files = model_files(self.config, code=self.options.code, required="config=")
+        elif isinstance(reader, SafetensorsReader) and reader.kind == "hf":
+            files = read_sidecar_files(reader.path, storage=reader.storage, code=self.options.code)
+        of_target = {array.name: array for array in arrays_in(target_tree)}
+        described: Mapping[str, Any] = of_target if quantize is None else expressions
+        # The source's own configuration is of its tensors.
+        is_own = self.mapping is None and self.dequantize is None and self.config is None
+        saved = {
+            name: SavedTensor.of(array, dtype, None if is_own else expressions.get(name, name))
+            for name, array in described.items()
+        }
+        if self.dequantize is not None:
+            files = plain_configurations(files)
+        files = described_files(files, saved)
+        if quantize is not None:
+            configured = functools.partial(quantize.configured, weights=expressions)
+            files = configured_files(files, folder, configured)
+        return files
 
-            resumed = conversion.run(group, check)
-        written = folder if remote is None else os.fsdecode(target)
-        return Converted(written, len(planned.leaves), conversion.nbytes, resumed)
+
+def _step_conversion(
+    request: _Request,
+    found: Step,
+    readers: Mapping[str, CheckpointReader],
+    copied: Sequence[str],
+    folder: str,
+) -> StepConversion:
+    """Plan the conversion of items of a step into one that is new, or has others."""
+    from orbax_safetensors_layout.adapters import item_metadata, step_files  # imports Orbax
+
+    items = {}
+    for name, reader in readers.items():
+        place = os.path.join(staged_step(folder), name)
+        is_recorded = request.kind == "sharded" or reader.is_recorded
+        files = item_metadata(has_manifest=is_recorded)
+        items[name], _ = request.conversion(reader, place, files)
+    record = functools.partial(step_files, found.path, folder, [*items], copied, request.kind)
+    return StepConversion(found.path, folder, items, copied, record, restart=request.restart)
 
 
 def _target_folder(
@@ -395,16 +503,6 @@ def _mapping(
     return mapping, inverse
 
 
-def _sidecar_files(
-    reader: CheckpointReader, config: PathLike | None, *, code: bool
-) -> dict[str, bytes]:
-    if config is not None:
-        return model_files(config, code=code, required="config=")
-    if isinstance(reader, SafetensorsReader) and reader.kind == "hf":
-        return read_sidecar_files(reader.path, storage=reader.storage, code=code)
-    return {}
-
-
 def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> Topology | None:
     if mesh is None:
         if spec:
@@ -424,6 +522,14 @@ def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> 
 def _check_folder(
     folder: str, kind: Format, sidecar_files: Mapping[str, bytes], *, overwrite: bool
 ) -> None:
+    there = find_step(folder)
+    if len(items := [*there.trees, *there.others]) > 1:  # all of it would go
+        raise CheckpointExistsError(
+            "the folder is a step of several items, and the checkpoint is a tree alone",
+            file=folder,
+            found=listed(items),
+            hint="Give the folder of the item to replace, or another folder.",
+        )
     with LocalStorage() as storage:
         check_target(storage, folder, sidecar_files, overwrite, holds_checkpoint)
     if kind == "orbax" and is_safetensors_checkpoint(folder):

@@ -49,7 +49,7 @@ _ITEM_METADATA = {"tree_metadata": {"": {"key_metadata": [{"key": "", "key_type"
 _WITH_MANIFEST = _ITEM_METADATA | {MANIFEST: True}
 _POLL_SECONDS = 0.05
 _OURS = __name__.partition(".")[0]
-_STEP_FILES = {_orbax.STEP_METADATA, _orbax.STEP_INDICATOR, "commit_success.txt", *_orbax.RESERVED}
+STEP_FILES = {_orbax.STEP_METADATA, _orbax.STEP_INDICATOR, "commit_success.txt", *_orbax.RESERVED}
 _REMAINS_HINT = "An interrupted deletion of the step leaves this: restore another step."
 # The last two are all that releases of Orbax before the metadata file left in an item's folder.
 _ORBAX_FILES = ("checkpoint", "manifest.ocdbt")
@@ -57,6 +57,12 @@ _ORBAX_FILES = ("checkpoint", "manifest.ocdbt")
 
 class InvalidLayoutError(CheckpointNotFoundError, ocp.errors.InvalidLayoutError):
     """Nothing, or something else, is at a path that Orbax was given."""
+
+
+def item_metadata(*, has_manifest: bool) -> dict[str, bytes]:
+    """Return the file by which Orbax takes a folder of ours for an item, by its name."""
+    metadata = _WITH_MANIFEST if has_manifest else _ITEM_METADATA
+    return {_orbax.ITEM_METADATA: json.dumps(metadata).encode() + b"\n"}
 
 
 class _Turn:
@@ -97,8 +103,7 @@ class ItemSave:
             )
         self._retries = options.retries
         has_manifest = mapping is None or options.layout == "sharded"
-        metadata = _WITH_MANIFEST if has_manifest else _ITEM_METADATA
-        self._sidecar_files = {_orbax.ITEM_METADATA: json.dumps(metadata).encode() + b"\n"}
+        self._sidecar_files = item_metadata(has_manifest=has_manifest)
         self._wait = wait
         self._group = save_group(folder, options)
         with _turns_lock:
@@ -243,11 +248,11 @@ def check_remains(folder: PathLike) -> None:
     if has_manifest:
         is_lost = not has_data
     elif (path / _orbax.ITEM_METADATA).exists():
-        metadata = _read_json(path / _orbax.ITEM_METADATA)
+        metadata = read_json(path / _orbax.ITEM_METADATA)
         is_lost = MANIFEST in metadata or (not has_data and _HINT in str(metadata))
     else:
         record = path.parent / _orbax.STEP_METADATA
-        handlers: Any = _read_json(record).get("item_handlers")
+        handlers: Any = read_json(record).get("item_handlers")
         handler = handlers.get(path.name) if isinstance(handlers, dict) else None
         is_torn = (path.parent / _orbax.STEP_INDICATOR).exists() and not record.exists()
         is_lost = path.is_dir() and (is_torn or _OURS in str(handler))
@@ -272,7 +277,7 @@ def check_step(folder: PathLike, *, has_layout: bool) -> None:
         for item in items:
             check_remains(item)
     is_step = bool(children) or path.name[-1:].isdigit()
-    if is_step and not items and {child.name for child in children} <= _STEP_FILES:
+    if is_step and not items and {child.name for child in children} <= STEP_FILES:
         raise InvalidLayoutError(
             "the step holds no item", file=path, found=_names(path), hint=_REMAINS_HINT
         )
@@ -282,7 +287,7 @@ def _names(path: Any) -> str:
     return listed(sorted(child.name for child in path.iterdir())) or "an empty folder"
 
 
-def _read_json(path: Any) -> dict[str, Any]:
+def read_json(path: Any) -> dict[str, Any]:
     """A JSON object; an empty one if it cannot be read."""
     try:
         document = json.loads(path.read_text())

@@ -63,6 +63,8 @@ def verify(
     path: PathLike,
     against: PathLike | None = None,
     *,
+    step: int | None = None,
+    item: str | None = None,
     mapping: Any = None,
     subtree: str | None = None,
     digests: bool = True,
@@ -82,6 +84,8 @@ def verify(
     Args:
         path: The checkpoint.
         against: Another, which must have the same tensors.
+        step: A step of a manager's directory, of `path` and of `against` where that is one.
+        item: An item of a step, likewise; by default the only one, `default` or `state`.
         mapping: What the tensors of `path` are made of in `against`, an `osl.Mapping`.
         subtree: Dotted name of the part of the tree of `path` that is compared.
         digests: Whether to hold files against their checksums, where there are any; that reads
@@ -109,7 +113,7 @@ def verify(
         raise InvalidArgumentError(
             "mapping= and subtree= say what is compared: give against=, too."
         )
-    ref = resolve_checkpoint(path)
+    ref = resolve_checkpoint(path, step=step, item=item)
     with progress_callback(options.progress) as progress:
         report = Report(ref.path, ())
         if not ref.is_orbax:
@@ -123,7 +127,7 @@ def verify(
         return compare.compare(
             report,
             ref,
-            resolve_checkpoint(against),
+            resolve_checkpoint(against, step=step, item=item, by_path=True),
             mapping=mapping,
             subtree=subtree,
             options=options,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -57,6 +56,7 @@ ORBAX_ITEM = "_METADATA"  # the file that every tree has which Orbax saved
 _ORBAX_STEP = ("_CHECKPOINT_METADATA", "orbax.checkpoint")  # the files that its steps have
 _USUAL_ITEMS = ("default", "state")  # opened where a step has several: those of Orbax v0 and v1
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")  # folders of steps, as `step_0007` is
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in names of steps and items that Orbax has not finished
 
 _MOST_FOUND, _MOST_FOLDERS, _DEPTH = 5, 100, 3
 _IN_ORBAXS_FORMAT = (
@@ -110,9 +110,8 @@ def checkpoint_beside(storage: Storage, folder: str) -> str | None:
         names = visible_names(storage, folder)
         if _is_orbax(names):
             return folder
-        if any(name in names for name in _ORBAX_STEP):
-            items = (join(folder, name) for name in storage.folders(folder))
-            return next((item for item in items if _is_tree(visible_names(storage, item))), None)
+        if _is_step(names):
+            return next((tree.path for tree in _items(storage, folder).trees.values()), None)
     return None
 
 
@@ -123,10 +122,28 @@ class CheckpointRef(NamedTuple):
     is_orbax: bool
     item: str | None
 
-    @property
-    def step_folder(self) -> str:
-        """The folder of the step, where there is one: that of the tree, or of its item."""
-        return self.path if self.item is None else os.path.dirname(self.path)
+
+class Step(NamedTuple):
+    """A folder of items: trees by name, and the names of what other handlers of Orbax saved."""
+
+    path: str
+    trees: dict[str, CheckpointRef]
+    others: list[str]
+
+    def tree(self, item: str | None) -> CheckpointRef | None:
+        """Return the tree of an item; by default the only one, or else the usual one."""
+        usual = self.trees if len(self.trees) == 1 else _USUAL_ITEMS
+        names = usual if item is None else [item]
+        return next((self.trees[name] for name in names if name in self.trees), None)
+
+
+def find_step(path: str | os.PathLike[str], *, step: int | None = None) -> Step:
+    """Return the items at a path, with a step at a manager's; none where it is no step."""
+    with LocalStorage() as storage:
+        folder, is_step = _folder(storage, path, step)
+        if "://" in folder or storage.is_file(folder) or _tree(storage, folder) is not None:
+            return Step(folder, {}, [])
+        return _items(storage, folder) if is_step else Step(folder, {}, [])
 
 
 def resolve_checkpoint(
@@ -134,71 +151,106 @@ def resolve_checkpoint(
     *,
     step: int | None = None,
     item: str | None = None,
-    has_steps: bool = False,
+    by_path: bool = False,
 ) -> CheckpointRef:
     """Resolves a path, with a step a manager's, to its tree or that of an item; a URL to itself.
 
-    The item is by default the only one, or else the usual one. With `has_steps` the caller's user
-    can choose a step, and is given those that are there.
+    The item is by default the only one, or else the usual one. With `by_path` the two do not count
+    for a tree's own path, and errors name paths to give instead.
     """
+    with LocalStorage() as storage:
+        text, _ = _folder(storage, path, None)
+        is_url = "://" in text
+        if by_path or (step is None and item is None):
+            if is_url or storage.is_file(text):
+                return CheckpointRef(text, is_orbax=False, item=None)
+            if (tree := _tree(storage, text)) is not None:
+                return tree
+        if is_url:
+            raise CheckpointNotFoundError(
+                "a step or an item is found on local and mounted file systems alone",
+                file=text,
+                hint="Mount the bucket, or give the path of the item.",
+            )
+        folder, is_step = _folder(storage, path, step)
+        ref = _find_tree(storage, folder, item, is_step=is_step)
+        if ref is not None:
+            return ref
+        error = _not_found(storage, folder, item)
+        if not by_path:
+            trees = _items(storage, folder).trees
+            if trees and (is_step or item is not None):
+                choices = [f"item={name!r} (--item {name})" for name in trees]
+                error.hint = f"Choose one: {listed(choices)}."
+            elif step is None and (steps := _steps_with_trees(storage, folder)):
+                chosen = f"step={steps[0]} (--step {steps[0]})"
+                error.hint = f"Choose a step, as {chosen}; it has {listed(steps)}."
+        raise error
+
+
+def _folder(storage: Storage, path: str | os.PathLike[str], step: int | None) -> tuple[str, bool]:
+    """Return the path, or that of a step below it; and whether that is a step."""
     check_path(text := os.fsdecode(path))
     text = local_path(text) or text
-    with LocalStorage() as storage:
-        if step is not None:
-            text = _step_folder(storage, text, step)
-        elif item is None and ("://" in text or storage.is_file(text)):
-            return CheckpointRef(text, is_orbax=False, item=None)
-        ref = _find_tree(storage, text, item, is_step=step is not None)
-        if ref is None:
-            error = _not_found(storage, text, item)
-            steps = _steps(storage, text) if has_steps and step is None else {}
-            for name, number in itertools.islice(steps.items(), _MOST_FOLDERS):
-                with contextlib.suppress(StorageError):  # one may not look into it
-                    if _find_tree(storage, join(text, name), item, is_step=True) is not None:
-                        chosen = f"step={number} (--step {number})"
-                        error.hint = f"Choose a step, as {chosen}; it has {listed(steps.values())}."
-                        break
-            raise error
-        return ref
+    if "://" in text:
+        return text, False
+    if step is None:
+        return text, _is_step(visible_names(storage, text))
+    steps = _steps(storage, text)
+    names = [name for name, number in steps.items() if number == step]
+    if len(names) == 1:
+        return join(text, names[0]), True
+    if not os.path.isdir(text):
+        raise _not_found(storage, text)
+    raise CheckpointNotFoundError(
+        f"several folders are step {step}" if names else f"there is no step {step}",
+        file=text,
+        found=listed(names or steps or storage.folders(text)) or "no folders",
+    )
 
 
 def _steps(storage: Storage, path: str) -> dict[str, int]:
     """Return the folders that may be steps, with their numbers, the latest first."""
-    matches = ((name, _STEP.fullmatch(name)) for name in storage.folders(path))
+    matches = ((name, _STEP.fullmatch(name)) for name in _folders(storage, path))
     steps = {name: int(match[1]) for name, match in matches if match}
     return dict(sorted(steps.items(), key=lambda item: item[1], reverse=True))
 
 
-def _step_folder(storage: Storage, path: str, step: int) -> str:
+def _steps_with_trees(storage: Storage, path: str) -> list[int]:
+    """Return the numbers of all steps, the latest first that has a tree; none where none has."""
     steps = _steps(storage, path)
-    names = [name for name, number in steps.items() if number == step]
-    if len(names) != 1:
-        raise CheckpointNotFoundError(
-            f"several folders are step {step}" if names else f"there is no step {step}",
-            file=path,
-            found=listed(names or steps or storage.folders(path)),
-        )
-    return join(path, names[0])
+    for name in [*steps][:_MOST_FOLDERS]:
+        with contextlib.suppress(StorageError):  # one may not look into it
+            folder = join(path, name)
+            if _tree(storage, folder) is not None or _items(storage, folder).trees:
+                return [steps[name], *(n for other, n in steps.items() if other != name)]
+    return []
+
+
+def _folders(storage: Storage, path: str) -> list[str]:
+    names = storage.folders(path)
+    return [name for name in names if not name.startswith(".") and _UNFINISHED not in name]
+
+
+def _tree(storage: Storage, folder: str, item: str | None = None) -> CheckpointRef | None:
+    """Return the tree whose files are directly in a folder."""
+    names = visible_names(storage, folder)
+    return CheckpointRef(folder, _is_orbax(names), item) if _is_tree(names) else None
+
+
+def _items(storage: Storage, folder: str) -> Step:
+    names = _folders(storage, folder)
+    trees = {name: tree for name in names if (tree := _tree(storage, join(folder, name), name))}
+    return Step(folder, trees, [name for name in names if name not in trees])
 
 
 def _find_tree(
-    storage: Storage, folder: str, item: str | None = None, *, is_step: bool = False
+    storage: Storage, folder: str, item: str | None, *, is_step: bool
 ) -> CheckpointRef | None:
     """Return the tree in a folder, or the named one of its items; of a step's the only or usual."""
-    names = visible_names(storage, folder)
-    if item is None:
-        if _is_tree(names):
-            return CheckpointRef(folder, _is_orbax(names), None)
-        if not is_step and not any(name in names for name in _ORBAX_STEP):
-            return None
-    folders = [name for name in storage.folders(folder) if not name.startswith(".")]
-    files = {name: visible_names(storage, join(folder, name)) for name in folders}
-    items = [name for name in folders if _is_tree(files[name])]
-    choices = [item] if item is not None else items if len(items) == 1 else _USUAL_ITEMS
-    for name in choices:
-        if name in items:
-            return CheckpointRef(join(folder, name), _is_orbax(files[name]), name)
-    return None
+    if item is None and (tree := _tree(storage, folder)) is not None:
+        return tree
+    return _items(storage, folder).tree(item) if is_step or item is not None else None
 
 
 class Discovery(NamedTuple):
@@ -278,7 +330,7 @@ def _without_index(
     check_complete(names, path, on_error)
     if files:
         return Discovery(path, files, manifest_file=manifest_file, manifest=manifest)
-    ref = _find_tree(storage, path)
+    ref = _find_tree(storage, path, None, is_step=_is_step(names))
     if ref is None or ref.is_orbax or ref.item is None:
         raise _not_found(storage, path)
     return discover(storage, ref.path, on_error=on_error)
@@ -287,17 +339,26 @@ def _without_index(
 def _not_found(storage: Storage, path: str, item: str | None = None) -> CheckpointNotFoundError:
     if storage.kind == "local":
         check_link(path)
-    names = visible_names(storage, path)
-    content = [*names, *(f"{name}/" for name in storage.folders(path))]
+    names, folders = visible_names(storage, path), storage.folders(path)
+    content = [*names, *(f"{name}/" for name in folders)]
     is_there = content or (storage.kind == "local" and os.path.isdir(path))
-    subject = "the folder" if is_there else "the path does not exist, or"
+    trees, expected = _items(storage, path).trees if _is_step(names) else {}, None
+    if not is_there:
+        problem = "the path does not exist"
+    elif item is not None:
+        problem = (
+            f"item {item!r} is not a tree" if item in folders else f"there is no item {item!r}"
+        )
+    elif len(trees) > 1:
+        problem = f"the step has several items: {listed(trees)}"
+    else:
+        problem = f"the folder does not contain any '{SUFFIX}' files"
+        expected = f"a '{SUFFIX}' file, or a folder with '{SUFFIX}' files directly in it"
     return CheckpointNotFoundError(
-        f"{subject} does not contain any '{SUFFIX}' files"
-        if item is None
-        else f"the folder has no checkpoint '{item}'",
+        problem,
         file=path,
-        expected=f"a '{SUFFIX}' file, or a folder with '{SUFFIX}' files directly in it",
-        found=listed(content) or ("an empty folder" if is_there else "nothing"),
+        expected=expected,
+        found=listed(content) or ("an empty folder" if is_there else None),
         hint=_IN_ORBAXS_FORMAT if ORBAX_ITEM in names else _hint(storage, path),
     )
 
@@ -339,8 +400,7 @@ def _checkpoints_below(storage: Storage, folder: str) -> tuple[list[str], list[s
             elif ORBAX_ITEM in names:
                 orbax.append(inner)
             elif inner.count("/") + bool(inner) < _DEPTH:
-                folders = [name for name in storage.folders(place) if not name.startswith(".")]
-                folders.sort(key=natural_key)
+                folders = sorted(_folders(storage, place), key=natural_key)
                 left += [join(inner, name) if inner else name for name in folders]
     return safetensors, orbax[:_MOST_FOUND]
 
@@ -351,6 +411,10 @@ def _has_safetensors(names: Sequence[str]) -> bool:
 
 def _is_tree(names: Sequence[str]) -> bool:
     return ORBAX_ITEM in names or MANIFEST in names or _has_safetensors(names)
+
+
+def _is_step(names: Sequence[str]) -> bool:
+    return any(name in names for name in _ORBAX_STEP)
 
 
 def _is_orbax(names: Sequence[str]) -> bool:

@@ -64,6 +64,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
 
 
+def add_step(parser: argparse.ArgumentParser, note: str = "") -> None:
+    """Adds `--step` and `--item`; see `resolve_checkpoint`."""
+    add = parser.add_argument
+    add("--step", type=int, metavar="N", help=f"a step of a CheckpointManager's directory{note}")
+    add("--item", metavar="NAME", help="an item of a step, where there are several")
+
+
 def add_memory_budget(
     parser: argparse.ArgumentParser,
     help: str = "default 2GiB",

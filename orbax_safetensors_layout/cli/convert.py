@@ -19,6 +19,7 @@ from .command import (
     add_max_file_bytes,
     add_memory_budget,
     add_mesh,
+    add_step,
     cache_options,
     find_mapping,
     sharding_rules,
@@ -35,13 +36,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("hf", "sharded", "orbax"),
         help="of the target; default orbax for a Hugging Face source, hf for others",
     )
-    add(
-        "--step",
-        type=int,
-        metavar="N",
-        help="a step of a CheckpointManager's directory; an Orbax target is then the same step",
-    )
-    add("--item", metavar="NAME", help="an item of the source")
+    add_step(parser, "; an Orbax target is then the same step")
     add("--subtree", metavar="NAME", help="convert a part of the tree, as params.params")
     add_mapping(parser, "names and shapes")
     add(
@@ -91,7 +86,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache(parser)
     add("--code", action="store_true", help="take a model's own modules (*.py) along, too")
     add("--no-verify", action="store_true", help="do not read back and compare")
-    add("--overwrite", action="store_true", help="replace a checkpoint at TARGET")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace a checkpoint at TARGET; in a step the items that are converted, no others",
+    )
     add("--restart", action="store_true", help="drop what an interrupted conversion has done")
 
 
@@ -161,15 +160,15 @@ def _quantization(parsed: argparse.Namespace) -> Any:
 
 
 def _resume(parsed: argparse.Namespace) -> str:
-    from orbax_safetensors_layout.catalog import resolve_checkpoint
+    from orbax_safetensors_layout.catalog import find_step
     from orbax_safetensors_layout.storage import local_path, partial_folder
 
     target = os.path.realpath(local_path(parsed.target) or parsed.target)
     places = [target]
     if parsed.step is not None:
         with contextlib.suppress(SafetensorsLayoutError):
-            ref = resolve_checkpoint(parsed.source, step=parsed.step, item=parsed.item)
-            places.append(os.path.join(target, os.path.basename(ref.step_folder)))
+            step = find_step(parsed.source, step=parsed.step)
+            places.append(os.path.join(target, os.path.basename(step.path)))
     for path in places:
         folder = partial_folder(path, "convert")
         if os.path.isdir(folder):

@@ -20,7 +20,7 @@ from orbax_safetensors_layout.catalog import resolve_checkpoint
 from orbax_safetensors_layout.errors import listed
 from orbax_safetensors_layout.runtime import count_text, number_text, size_text
 
-from .command import Command, add_json
+from .command import Command, add_json, add_step
 from .output import Output, name_families, table
 
 _SORT_KEYS: dict[str, Callable[[InspectedTensor], Any]] = {
@@ -33,6 +33,7 @@ _SORT_KEYS: dict[str, Callable[[InspectedTensor], Any]] = {
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("path", help="a .safetensors file, a folder of them, or what Orbax saved in its own format")
+    add_step(parser)
     add(
         "--filter",
         action="append",
@@ -51,7 +52,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace, output: Output) -> int:
-    ref = resolve_checkpoint(parsed.path)
+    ref = resolve_checkpoint(parsed.path, step=parsed.step, item=parsed.item)
     if parsed.dequantize and ref.is_orbax:
         raise ValueError("--dequantize is for safetensors, and Orbax saved this in its own format")
     if parsed.dequantize:

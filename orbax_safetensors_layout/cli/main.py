@@ -29,7 +29,11 @@ _FINDING, _NO_READER = 1, 141  # the last where the reader of stdout is gone
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, with the process's arguments by default; return its exit code."""
-    parsed = parser().parse_args(arguments)
+    root = parser()
+    parsed = root.parse_args(arguments)
+    if parsed.command is None:
+        root.print_help()
+        return MISUSE
     command: Command = parsed.command
     output = Output(quiet=parsed.quiet)
     if isinstance(sys.stdout, io.TextIOWrapper):  # bytes of paths that are not text are kept
@@ -88,7 +92,8 @@ def parser() -> argparse.ArgumentParser:
         " with a checkpoint, 2 for misuse.",
     )
     root.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
-    subparsers = root.add_subparsers(required=True, metavar="COMMAND")
+    subparsers = root.add_subparsers(metavar="COMMAND")
+    root.set_defaults(command=None)
     for command in COMMANDS:
         lines = "".join(f"\n{_as_typed(example)}" for example in command.examples)
         subparser = subparsers.add_parser(

@@ -50,11 +50,10 @@ class Output:
             self.error(text)
 
     def error(self, text: str) -> None:
-        """Writes one line, for logs; on a terminal those of the text."""
+        """Writes a text, whose further lines are indented, to stderr."""
         sys.stdout.flush()  # in order, where both streams are one
         text = f"{PROGRAM}: {text.translate(_CONTROLS)}"
-        fitted = _fitted(text, sys.stderr) if _columns(sys.stderr) else " ".join(text.split())
-        sys.stderr.write(fitted + "\n")
+        sys.stderr.write(_fitted(text, sys.stderr) + "\n")
 
 
 def _columns(stream: TextIO) -> int | None:

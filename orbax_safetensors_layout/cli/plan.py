@@ -8,6 +8,7 @@ import shlex
 from typing import Any
 
 from orbax_safetensors_layout.analysis import ClusterEstimate, estimate, estimate_save
+from orbax_safetensors_layout.catalog import resolve_checkpoint
 from orbax_safetensors_layout.errors import redact_urls
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions
 from orbax_safetensors_layout.runtime import parse_seconds, parse_size
@@ -23,6 +24,7 @@ from .command import (
     add_max_file_bytes,
     add_memory_budget,
     add_mesh,
+    add_step,
     argument,
     cache_options,
     find_mapping,
@@ -43,6 +45,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a .safetensors file, a folder of them, or what Orbax saved in its own format, as"
         " Orbax itself reads it",
     )
+    add_step(parser)
     add_mesh(
         parser,
         "axes of the mesh, outermost first: fsdp=64,tensor=4",
@@ -169,11 +172,12 @@ def _estimate(parsed: argparse.Namespace) -> ClusterEstimate:
     abstract = None if parsed.abstract is None else python_object(parsed.abstract)
     if callable(abstract):
         abstract = abstract()
+    path = resolve_checkpoint(parsed.path, step=parsed.step, item=parsed.item).path
     loading = estimate(
-        parsed.path,
+        path,
         _mesh_shape(parsed, abstract),
         sharding_rules(parsed.spec) or (_AUTO,),
-        mapping=parsed.mapping and find_mapping(parsed.mapping, parsed.path),
+        mapping=parsed.mapping and find_mapping(parsed.mapping, path),
         abstract=abstract,
         options=ReadOptions(
             concurrency=parsed.concurrency,

@@ -15,6 +15,7 @@ from .command import (
     add_json,
     add_mapping,
     add_memory_budget,
+    add_step,
     cache_options,
     find_mapping,
 )
@@ -24,6 +25,7 @@ from .output import Output
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("path", help="a .safetensors file, a folder of them, or what Orbax saved in its own format")
+    add_step(parser, "; of OTHER, too, where that is one")
     add("--against", metavar="OTHER", help="compare with this checkpoint, bit by bit")
     add_mapping(parser, "what the tensors of PATH are made of in OTHER")
     add_drop(parser, "leaves of PATH that are not compared")
@@ -41,7 +43,9 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         raise ValueError("--mapping and --subtree say what is compared: give --against OTHER, too")
     mapping = None
     if parsed.mapping:
-        source = resolve_checkpoint(parsed.against)
+        source = resolve_checkpoint(
+            parsed.against, step=parsed.step, item=parsed.item, by_path=True
+        )
         if source.is_orbax:
             raise ValueError(
                 "a mapping takes the tensors of a safetensors checkpoint; exchange the two: PATH is"
@@ -52,6 +56,8 @@ def _run(parsed: argparse.Namespace, output: Output) -> int:
         parsed.path,
         parsed.against,
         mapping=mapping,
+        step=parsed.step,
+        item=parsed.item,
         subtree=parsed.subtree,
         digests=not parsed.quick,
         options=ReadOptions(

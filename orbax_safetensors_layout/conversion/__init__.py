@@ -16,5 +16,6 @@ from .checkpoint_reader import (
 from .consolidate import consolidate
 from .files_target import FilesTarget
 from .pipeline import Conversion, conversion_block_bytes
+from .step_conversion import StepConversion, staged_step
 from .target import FINISHED, LeafRegion, Target, TargetArray
 from .target_tree import Topology, arrays_in, mapped_tree, plain_tree, target_expressions

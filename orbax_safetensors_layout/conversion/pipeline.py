@@ -113,6 +113,15 @@ class Conversion:
             groups=groups.hexdigest(),
         )
 
+    @property
+    def identity(self) -> str:
+        """Equal for conversions of the same source with the same arguments."""
+        return self._journal.identity
+
+    @property
+    def arrays_written(self) -> int:
+        return len(self.target.leaves)
+
     def run(self, processes: Processes, check: Callable[[], None]) -> int:
         """Returns the bytes that an interrupted run had written.
 

@@ -211,7 +211,7 @@ def test_folder_without_safetensors() -> None:
 def test_no_such_path() -> None:
     with pytest.raises(CheckpointNotFoundError, match="does not exist") as caught:
         opened({}, "/nowhere")
-    assert "does not contain any '.safetensors' files" in str(caught.value)
+    assert "does not contain" not in str(caught.value)
     assert caught.value.file == "/nowhere"
 
 

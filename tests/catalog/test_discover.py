@@ -37,12 +37,16 @@ def test_an_error_names_the_checkpoints_below_a_folder(tmp_path, folders, files,
     places(root, *folders)
     for name in files:
         (root / name).write_text("{}")
-    for read in (osl.load, osl.metadata, osl.verify, inspect):
+    for read in (osl.load, osl.metadata, inspect):
         with pytest.raises(osl.CheckpointNotFoundError, match="does not contain any") as raised:
             read(root)
         text = str(raised.value)
         assert ("Give a checkpoint below it" in text) == (told is not None)
         assert told is None or f"Give a checkpoint below it: {told}." in text
+    if "10/default" in folders:  # steps are chosen by number where there is an option
+        with pytest.raises(osl.CheckpointNotFoundError, match=r"as step=10 \(--step 10\); it has"):
+            osl.verify(root)
+        assert osl.verify(root, step=10).ok
 
 
 def test_what_orbax_saved_below_a_folder_is_told_apart(tmp_path):
@@ -83,11 +87,11 @@ def test_a_step_is_read_at_its_item(tmp_path):
         (["only"], [], False, "Give a checkpoint below it: only."),
         (["only"], [], True, None),
         (["default", ".hidden"], [], True, None),
-        (["one", ".hidden"], [], True, None),
-        (["one", "other"], [], True, "Give a checkpoint below it: other, one."),
+        (["one", "one.orbax-checkpoint-tmp-7"], [], True, None),
+        (["one", "other"], [], True, "the step has several items: one, other"),
         (["state", "other"], [], True, None),
-        (["one"], ["other"], True, "Below it are in Orbax's own format: other."),
-        ([], ["one", "other"], True, "Below it are in Orbax's own format: other, one."),
+        (["one"], ["other"], True, "the step has several items: one, other"),
+        ([], ["one", "other"], True, "the step has several items: one, other"),
     ],
 )
 def test_all_open_a_folder_or_all_refuse_it(tmp_path, capsys, folders, orbax, is_step, told):
@@ -98,26 +102,40 @@ def test_all_open_a_folder_or_all_refuse_it(tmp_path, capsys, folders, orbax, is
         (root / name / "_METADATA").write_text("{}")
     if is_step:
         (root / "_CHECKPOINT_METADATA").write_text("{}")
-    errors = set()
-    for read in (
-        osl.load,
-        osl.metadata,
-        osl.verify,
-        lambda path: osl.convert(path, tmp_path / "to"),
-    ):
-        try:
+    for read in (osl.load, osl.metadata, osl.verify):
+        if told is None:
             read(root)
-        except osl.CheckpointNotFoundError as error:
-            errors.add(str(error))
-        else:
-            errors.add(None)
-    assert len(errors) == 1
-    (error,) = errors
-    assert (error is None) == (told is None)
-    assert told is None or told in error
-    for command in (["inspect", root], ["plan", root, "--mesh", "x=2"]):
+            continue
+        with pytest.raises(osl.CheckpointNotFoundError) as raised:
+            read(root)
+        assert told in str(raised.value)
+        assert ("item='one' (--item one)" in str(raised.value)) == (read is osl.verify and is_step)
+    for command in (["inspect", root], ["plan", root, "--mesh", "x=2"], ["verify", root]):
         assert main(list(map(str, command))) == (0 if told is None else 1)
         assert told is None or told in capsys.readouterr().err
+        if "one" in folders and is_step:
+            assert main([*map(str, command), "--item", "one"]) == 0
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda path: main(["inspect", str(path), "--item", "x"]), osl.verify, osl.load],
+)
+def test_an_error_says_whether_the_path_or_its_content_is_missing(tmp_path, capsys, read):
+    (tmp_path / "empty").mkdir()
+    for path, told in {
+        "empty": "does not contain any",
+        "none": "the path does not exist (",
+    }.items():
+        try:
+            read(tmp_path / path)
+        except osl.CheckpointNotFoundError as error:
+            text = str(error)
+        else:
+            text = capsys.readouterr().err
+            told = told.replace("does not contain any", "there is no item 'x'")
+        assert told in text
+        assert "does not exist, or" not in text
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", "~/a\0b"])

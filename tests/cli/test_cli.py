@@ -100,6 +100,12 @@ def test_misuse_fits_80_columns_without_the_usage(arguments, said, capsys, monke
     assert shown.endswith("(see --help)")
 
 
+def test_without_a_command_all_are_named(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(f"\n    {command.name}" in shown for command in COMMANDS)
+
+
 def test_the_version_and_the_families(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
@@ -135,7 +141,7 @@ def test_exit_codes(monkeypatch, capsys, error, code):
     assert main(["consolidate", "here"]) == code
     out, err = capsys.readouterr()
     assert not out
-    assert err.count("\n") == 1
+    assert err.count("\n") == 1 + str(error).count("\n")  # an error keeps its lines in a log, too
     if isinstance(error, KeyError | MemoryError):  # whose text alone says too little
         assert type(error).__name__ in err
         assert "--debug" in err

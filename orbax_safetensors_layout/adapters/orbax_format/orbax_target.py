@@ -55,7 +55,6 @@ class OrbaxTarget:
         options: ConvertOptions,
         *,
         most_chunk_bytes: int,  # a chunk of a single element may have more
-        item: str | None,  # its name in a step; None for a checkpoint that is the tree alone
     ) -> None:
         streamed = [array for array in arrays_in(tree) if array.key_impl is None]
         self._shards = {array.name: array.shape for array in streamed}
@@ -83,7 +82,6 @@ class OrbaxTarget:
             "use_zarr3": options.use_zarr3,
             "use_compression": options.use_compression,
         }
-        self._item = item
         self._custom = source.custom
         self._most_chunk_bytes = most_chunk_bytes
         self._context = _handlers.get_ts_context(use_ocdbt=options.use_ocdbt)
@@ -166,7 +164,7 @@ class OrbaxTarget:
         values = [leaf for leaf in leaves if not isinstance(leaf, TargetArray)]
         shards = sorted(self._shards.items())
         flags = (self._use_ocdbt, *self._zarr_options.values())
-        return flags, self._item, self._custom, shards, str(treedef), values
+        return flags, self._custom, shards, str(treedef), values
 
     def open(self, folder: str, process: int) -> None:
         self._written, self._process = os.path.join(folder, _WRITTEN), process
@@ -215,10 +213,7 @@ class OrbaxTarget:
             use_ocdbt=self._use_ocdbt,
             **self._zarr_options,
         )
-        args: Any = ocp.args.PyTreeSave(item=self._tree, custom_metadata=self._custom)
-        if self._item is not None:
-            handler = ocp.CompositeCheckpointHandler(**{self._item: handler})
-            args = ocp.args.Composite(**{self._item: args})
+        args = ocp.args.PyTreeSave(item=self._tree, custom_metadata=self._custom)
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
             checkpointer.save(os.path.join(folder, FINISHED), args=args, force=True)
         flush_tree(os.path.join(folder, FINISHED))  # TensorStore flushes chunks, Orbax no metadata
