@@ -15,7 +15,7 @@ from absl import logging
 
 from orbax_safetensors_layout.adapters import open_reader
 from orbax_safetensors_layout.catalog import (
-    Step,
+    StepItems,
     find_step,
     holds_checkpoint,
     is_orbax_checkpoint,
@@ -194,8 +194,8 @@ def convert(
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(save_group(target, options, "convert"))
         stack.enter_context(frozen_heap())
-        found = find_step(source, step=step)
-        refs = [*found.trees.values()]
+        source_step = find_step(source, step=step)
+        refs = [*source_step.trees.values()]
         is_whole = bool(refs) and item is None and all(part is None for part in of_one_tree)
         if not is_whole:
             refs = [resolve_checkpoint(source, step=step, item=item)]
@@ -217,14 +217,14 @@ def convert(
             inverse = readers[0].is_recorded and not mapping.match(arrays).taken()
         kind = format or ("orbax" if are_hf and not inverse else "hf")
         folder, remote = _target_folder(target, group, stack, overwrite=overwrite)
-        copied = found.others if is_whole else []
+        copied = source_step.others if is_whole else []
         is_step = len(refs) > 1 or (kind == "orbax" and (step is not None or bool(copied)))
         if step is not None:
-            place = os.path.join(folder, os.path.basename(found.path))
+            place = os.path.join(folder, os.path.basename(source_step.path))
             is_step = is_step or bool(find_step(place).trees)
             folder = place if is_step else folder
-        _check_apart(found.path, folder)
-        request = _Request(
+        _check_apart(source_step.path if is_step else refs[0].path, folder)
+        trees = _TreeConversions(
             kind=kind,
             mapping=mapping,
             inverse=inverse,
@@ -245,9 +245,9 @@ def convert(
             items = {
                 ref.item or "default": reader for ref, reader in zip(refs, readers, strict=True)
             }
-            conversion = _step_conversion(request, found, items, copied, folder)
+            conversion = _step_conversion(trees, source_step, items, copied, folder)
         else:
-            conversion, sidecar_files = request.conversion(readers[0], folder)
+            conversion, sidecar_files = trees.conversion(readers[0], folder)
 
         def check() -> None:
             if remote is not None:
@@ -259,8 +259,8 @@ def convert(
             else:
                 _check_folder(folder, kind, sidecar_files, overwrite=replaces)
 
-        if request.topology is not None and spec and kind != "hf":
-            for rule in request.topology.unused_rules:
+        if trees.topology is not None and spec and kind != "hf":
+            for rule in trees.topology.unused_rules:
                 logging.warning("The sharding rule %s is used by no array.", rule)
         with frozen_heap():
             resumed = conversion.run(group, check)
@@ -269,7 +269,7 @@ def convert(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Request:
+class _TreeConversions:
     """The arguments of a conversion, which hold for each tree of it."""
 
     kind: Format
@@ -414,8 +414,8 @@ class _Request:
 
 
 def _step_conversion(
-    request: _Request,
-    found: Step,
+    trees: _TreeConversions,
+    source_step: StepItems,
     readers: Mapping[str, CheckpointReader],
     copied: Sequence[str],
     folder: str,
@@ -426,11 +426,11 @@ def _step_conversion(
     items = {}
     for name, reader in readers.items():
         place = os.path.join(staged_step(folder), name)
-        is_recorded = request.kind == "sharded" or reader.is_recorded
+        is_recorded = trees.kind == "sharded" or reader.is_recorded
         files = item_metadata(has_manifest=is_recorded)
-        items[name], _ = request.conversion(reader, place, files)
-    record = functools.partial(step_files, found.path, folder, [*items], copied, request.kind)
-    return StepConversion(found.path, folder, items, copied, record, restart=request.restart)
+        items[name], _ = trees.conversion(reader, place, files)
+    record = functools.partial(step_files, source_step.path, folder, [*items], copied, trees.kind)
+    return StepConversion(source_step.path, folder, items, copied, record, restart=trees.restart)
 
 
 def _target_folder(

@@ -28,7 +28,7 @@ def step_files(
     files: dict[str, bytes] = {}
     of_source, record = _record(source), _record(target)
     saved, handlers = _handlers(of_source), _handlers(record)
-    if not os.path.isdir(target):
+    if not record:
         record = of_source
         names = (name for name in os.listdir(source) if name in STEP_FILES)
         paths = ((name, ocp.path.Path(source) / name) for name in names)

@@ -5,7 +5,7 @@ from .discover import (
     ORBAX_ITEM,
     CheckpointRef,
     Discovery,
-    Step,
+    StepItems,
     checkpoint_beside,
     discover,
     find_step,

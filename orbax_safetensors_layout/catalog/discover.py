@@ -123,7 +123,7 @@ class CheckpointRef(NamedTuple):
     item: str | None
 
 
-class Step(NamedTuple):
+class StepItems(NamedTuple):
     """A folder of items: trees by name, and the names of what other handlers of Orbax saved."""
 
     path: str
@@ -137,13 +137,13 @@ class Step(NamedTuple):
         return next((self.trees[name] for name in names if name in self.trees), None)
 
 
-def find_step(path: str | os.PathLike[str], *, step: int | None = None) -> Step:
-    """Return the items at a path, with a step at a manager's; none where it is no step."""
+def find_step(path: str | os.PathLike[str], *, step: int | None = None) -> StepItems:
+    """Return the items of the step at a path, or of a step of a manager; none of another path."""
     with LocalStorage() as storage:
         folder, is_step = _folder(storage, path, step)
         if "://" in folder or storage.is_file(folder) or _tree(storage, folder) is not None:
-            return Step(folder, {}, [])
-        return _items(storage, folder) if is_step else Step(folder, {}, [])
+            return StepItems(folder, {}, [])
+        return _items(storage, folder) if is_step else StepItems(folder, {}, [])
 
 
 def resolve_checkpoint(
@@ -238,10 +238,10 @@ def _tree(storage: Storage, folder: str, item: str | None = None) -> CheckpointR
     return CheckpointRef(folder, _is_orbax(names), item) if _is_tree(names) else None
 
 
-def _items(storage: Storage, folder: str) -> Step:
+def _items(storage: Storage, folder: str) -> StepItems:
     names = _folders(storage, folder)
     trees = {name: tree for name in names if (tree := _tree(storage, join(folder, name), name))}
-    return Step(folder, trees, [name for name in names if name not in trees])
+    return StepItems(folder, trees, [name for name in names if name not in trees])
 
 
 def _find_tree(

@@ -58,19 +58,19 @@ class StepConversion:
         return sum(conversion.arrays_written for conversion in self.items.values())
 
     def check(self, *, overwrite: bool) -> None:
-        """Refuses a target that is no step, or has such items already, without `overwrite`."""
-        found = find_step(self.folder)
-        present = {*found.trees, *found.others}
+        """Refuses a target other than a step, or with such items, without `overwrite`."""
+        there = find_step(self.folder)
+        present = {*there.trees, *there.others}
         if not present and os.path.isdir(self.folder) and os.listdir(self.folder):
             raise CheckpointExistsError(
                 "the folder is neither empty nor a step",
                 file=self.folder,
                 expected="a new or empty folder, or a step that gets the items",
             )
-        there = [name for name in (*self.items, *self.copied) if name in present]
-        if there and not overwrite:
+        taken = [name for name in (*self.items, *self.copied) if name in present]
+        if taken and not overwrite:
             raise CheckpointExistsError(
-                f"the step has {listed(map(repr, there))} already",
+                f"the step has {listed(map(repr, taken))} already",
                 file=self.folder,
                 hint="Pass overwrite=True (--overwrite) to replace what is converted; other items"
                 " stay.",
