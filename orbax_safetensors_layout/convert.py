@@ -391,7 +391,7 @@ class _TreeConversions:
     ) -> dict[str, bytes]:
         """Return the files of the model, as they are true of what is written."""
         quantize, dtype = self.quantize, self.options.dtype
-        files = {}
+        files: dict[str, bytes] = {}
         if self.config is not None:
             files = model_files(self.config, code=self.options.code, required="config=")
         elif isinstance(reader, SafetensorsReader) and reader.kind == "hf":
