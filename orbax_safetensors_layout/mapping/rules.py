@@ -312,7 +312,7 @@ class Mapping:
     def apply(self, tensors: Any, shardings: Any = None, *, donate: bool = False) -> Any:
         """Return the tree that a load of these tensors gives, computed on their devices.
 
-        No value comes to the host, and none changes by a bit. What is compiled is kept: a second
+        No value comes to the host; values are those of a load. What is compiled is kept: a second
         call for the same shapes and shardings runs at once.
 
         Args:
@@ -327,7 +327,7 @@ class Mapping:
 
         Raises:
             MappingError: The mapping does not fit, or has a rule that works on files alone; the
-                error names it. Also where XLA would take tiny numbers for zero.
+                error names it.
             DtypeMismatchError: An integer dtype does not hold every value.
         """
         from .live.live_arrays import apply

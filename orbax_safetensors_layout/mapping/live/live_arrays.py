@@ -32,8 +32,8 @@ from ..affine.bound import BoundExpr, Valued
 from ..expr.values import Cast
 from ..names import TensorSpec, TensorSpecs
 from ..problems import Problem, mapping_error
-from .exact_values import to_bits
-from .traced import Raised, TracedValues, may_refuse, refusal, reordered_first, stacked_first
+from .exact_values import COMPILER_OPTIONS
+from .traced import Raised, TracedValues, may_refuse, refusal
 
 _MAPPINGS, _PROGRAMS = 32, 1024  # whose plans, and which, are kept
 
@@ -53,26 +53,6 @@ class _PlacedResult(NamedTuple):
     placement: Placement | None
 
 
-class _Order(NamedTuple):
-    """In which order XLA computes what transposes arrays, and what stacks them, fast."""
-
-    in_steps: bool  # transposes in a program of their own
-    joined_axis: int | None  # along which arrays are joined before they are transposed
-
-    @classmethod
-    def of(cls, arrays: Sequence[jax.Array]) -> _Order:
-        """Return the order for arrays on CPU devices, on others, or for such as are traced."""
-        if not arrays or isinstance(arrays[0], jax.core.Tracer):
-            return cls(in_steps=False, joined_axis=None)
-        if _on_cpu(arrays[0]):
-            return cls(in_steps=True, joined_axis=None)
-        shards = [array.sharding.shard_shape(array.shape) for array in arrays]
-        extents = [*zip((array.shape for array in arrays), shards, strict=True)]
-        least = min(map(len, shards))
-        whole = (n for n in range(least) if all(shape[n] == part[n] for shape, part in extents))
-        return cls(in_steps=False, joined_axis=next(whole, None))
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _ArrayGroup:
     """Results that take the same arrays."""
@@ -87,9 +67,9 @@ class _ArrayGroup:
         outputs: tuple[_PlacedResult, ...],
         moves: bool,
         donated: tuple[int, ...],
-        order: _Order,
+        traced: bool,
     ) -> _Program:
-        key = _is_x64(), outputs, moves, donated, order
+        key = _is_x64(), outputs, moves, donated, traced
         if key not in self.programs:
             self.programs[key] = _program(self.expressions, *key)
         return self.programs[key]
@@ -104,31 +84,27 @@ class _Program:
         outputs: tuple[_PlacedResult, ...],
         moves: bool,
         donated: tuple[int, ...],
-        order: _Order,
+        traced: bool,
     ) -> None:
         self._outputs = outputs
         self._moves = moves
         self.errors: list[tuple[int, Raised]] = []
-        first: Dict[BoundExpr, str] = {}
-        if order.in_steps:
-            expressions, first = reordered_first(expressions)
-        elif order.joined_axis is not None:
-            expressions = stacked_first(expressions, order.joined_axis)
-        self._expressions, self._first = expressions, tuple(first)
-        self._reorder = jax.jit(self._reordered)
+        self._expressions = expressions
         placements = [None if moves else _without_types(placement) for _, placement in outputs]
-        self._compute = jax.jit(self._rest, out_shardings=(placements, None), donate_argnums=(0, 2))
+        self._compute = jax.jit(
+            self._values,
+            out_shardings=(placements, None),
+            donate_argnums=0,
+            # JAX takes options for outermost programs alone.
+            compiler_options=None if traced else COMPILER_OPTIONS,
+        )
         self._donated = donated
 
-    def _reordered(self, arrays: Dict[str, jax.Array]) -> dict[str, jax.Array]:
-        traced = TracedValues(arrays)
-        return {f"_{n}": traced.moved(expr) for n, expr in enumerate(self._first)}
-
-    def _rest(
-        self, donated: Dict[str, jax.Array], kept: Dict[str, jax.Array], first: Dict[str, jax.Array]
+    def _values(
+        self, donated: Dict[str, jax.Array], kept: Dict[str, jax.Array]
     ) -> tuple[list[jax.Array], jax.Array | None]:
         """Return the results, and for each check of values whether it holds."""
-        traced = TracedValues({**donated, **kept, **first})
+        traced = TracedValues({**donated, **kept})
         results = [traced.result(n, self._expressions[n]) for n, _ in self._outputs]
         self.errors = [(check.result, check.error) for check in traced.value_checks]
         holds = [check.holds for check in traced.value_checks]
@@ -138,9 +114,8 @@ class _Program:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             given = {str(number): _automatic(array) for number, array in enumerate(arrays)}
-            first = self._reorder(_all_bits(given)) if self._first else {}
             donated = {str(number): given.pop(str(number)) for number in self._donated}
-            results, holds = self._compute(donated, given, first)
+            results, holds = self._compute(donated, given)
         shardings: Any = [array.sharding for array in arrays if _automatic(array) is not array]
         meshes = {_without_types(sharding).mesh: sharding.mesh for sharding in shardings}
         return [
@@ -162,11 +137,6 @@ class _Program:
         if isinstance(placement, NamedSharding) and _without_types(placement) is not placement:
             return _rewrapped(value, placement)
         return value
-
-
-@jax.jit
-def _all_bits(arrays: Dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: to_bits(array) for name, array in arrays.items()}
 
 
 def _automatic(array: jax.Array) -> jax.Array:
@@ -409,7 +379,7 @@ def _all_values(
                 n for n, a in enumerate(given) if donate and shared.isdisjoint(buffers_of(a))
             )
             donated = () if may_fail else once
-            program = group.program(outputs, _moves(given, outputs), donated, _Order.of(given))
+            program = group.program(outputs, _moves(given, outputs), donated, _traced(given))
             results, holds = program.run(given)
             if holds is not None:
                 value_checks.append((group, program, holds))
@@ -448,14 +418,13 @@ def _abstract(expr: BoundExpr, placement: Placement | None) -> Any:
     return abstract_array(expr.shape, expr.dtype, sharding=placement)
 
 
-def _on_cpu(array: jax.Array) -> bool:
-    device: Any = next(iter(array.sharding.device_set))
-    return bool(device.platform == "cpu")
+def _traced(given: Sequence[jax.Array]) -> bool:
+    return bool(given) and isinstance(given[0], jax.core.Tracer)
 
 
 def _moves(given: Sequence[jax.Array], outputs: Iterable[_PlacedResult]) -> bool:
     """Whether results go to other devices than those that compute them."""
-    if not given or isinstance(given[0], jax.core.Tracer):
+    if not given or _traced(given):
         return False
     devices = given[0].sharding.device_set
     placements = (output.placement for output in outputs)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +13,6 @@ from jax import lax
 
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
-    MappingError,
     SafetensorsLayoutError,
 )
 
@@ -29,9 +26,6 @@ from ..affine.index_nodes import (
     Sliced,
     Stacked,
     Taken,
-    concatenated,
-    permuted,
-    reshaped,
 )
 from ..casting import is_whole
 from ..expr.choices import Compared
@@ -44,14 +38,10 @@ from .exact_values import (
     cast,
     cast_refusal,
     compared_bits,
-    multiplied,
-    narrowed,
     of_bits,
     to_bits,
-    widened,
 )
 
-_MOVES = (WholeTensor, Permuted, Reshaped, Sliced, Taken, Broadcast)
 _FEW_RUNS = 16  # are joined; more indices are gathered
 
 Raised = Callable[[str], SafetensorsLayoutError]
@@ -93,95 +83,11 @@ def may_refuse(expressions: Sequence[BoundExpr]) -> bool:
     """Whether values may be refused that expressions are computed of."""
     for node in (node for expr in expressions for node in expr.nodes()):
         if isinstance(node, Valued):
-            if not isinstance(node.op, Cast) or is_whole(node.dtype):
+            if is_whole(node.dtype):
                 return True
-        elif isinstance(node, Decoded):
+        elif isinstance(node, Decoded) and isinstance(node.decoder, Compared):
             return True
     return False
-
-
-def reordered_first(
-    expressions: Sequence[BoundExpr],
-) -> tuple[tuple[BoundExpr, ...], dict[BoundExpr, str]]:
-    """Take out what transposes one array beneath other operations; it is named.
-
-    On CPUs XLA would compute both in one loop, in the order of the result: several times slower
-    than one after the other.
-    """
-    names: dict[BoundExpr, str] = {}
-
-    def replaced(node: BoundExpr) -> BoundExpr:
-        if _reorders(node):
-            return WholeTensor(node.shape, node.dtype, names.setdefault(node, f"_{len(names)}"))
-        return _with_operands(node, replaced)
-
-    rest = [expr if _reorders(expr) else _with_operands(expr, replaced) for expr in expressions]
-    return tuple(rest), names
-
-
-def stacked_first(expressions: Sequence[BoundExpr], axis: int) -> tuple[BoundExpr, ...]:
-    """Have arrays that are transposed and stacked joined first, along an axis of theirs.
-
-    XLA then does both in one loop on GPUs, else first the one and then the other: 1.4 in place of
-    2.3 times a copy (jax 0.11.2, H200). No array is divided along the axis, where joined ones would
-    have to move between devices.
-    """
-
-    def replaced(node: BoundExpr) -> BoundExpr:
-        if isinstance(node, Stacked):
-            node = _joined_first(node, axis) or node
-        return _with_operands(node, replaced)
-
-    return tuple(map(replaced, expressions))
-
-
-def _joined_first(stacked: Stacked, axis: int) -> BoundExpr | None:
-    """Return arrays stacked, and then reordered; None unless all are reordered in the same way."""
-    moves, first = _moves_of(stacked.operands[0])
-    others = [_moves_of(operand) for operand in stacked.operands]
-    arrays = [array for _, array in others]
-    same = all((m, a.shape) == (moves, first.shape) for m, a in others)
-    if not same or all(axes is None for axes, _ in moves) or axis >= len(first.shape):
-        return None
-    count, shape = len(arrays), first.shape
-    result = reshaped(concatenated(arrays, axis), (*shape[:axis], count, *shape[axis:]))
-    result = permuted(result, (axis, *(n for n in range(len(shape) + 1) if n != axis)))
-    for axes, extents in reversed(moves):
-        if axes is None:
-            result = reshaped(result, (count, *extents))
-        else:
-            result = permuted(result, (0, *(n + 1 for n in axes)))
-    order = [*range(1, len(result.shape))]
-    return permuted(result, (*order[: stacked.axis], 0, *order[stacked.axis :]))
-
-
-def _moves_of(
-    node: BoundExpr,
-) -> tuple[list[tuple[tuple[int, ...] | None, tuple[int, ...]]], BoundExpr]:
-    """Return the orders of axes, None for none, and the shapes that an operand comes to."""
-    moves = []
-    while isinstance(node, Permuted | Reshaped):
-        moves.append((node.axes if isinstance(node, Permuted) else None, node.shape))
-        node = node.operand
-    return moves, node
-
-
-def _with_operands(node: BoundExpr, replaced: Callable[[BoundExpr], BoundExpr]) -> BoundExpr:
-    """Return a node over others; the same, whose values are computed once, if these are."""
-    before = node.children()
-    after = tuple(map(replaced, before))
-    if all(map(operator.is_, before, after)):
-        return node
-    if isinstance(node, Unary):
-        return dataclasses.replace(node, operand=after[0])
-    assert isinstance(node, Decoded | Stacked | Concatenated)
-    return dataclasses.replace(node, operands=after)
-
-
-def _reorders(node: BoundExpr) -> bool:
-    """Whether a node only moves elements of one array, among them to another order of axes."""
-    nodes = [*node.nodes()]
-    return all(isinstance(n, _MOVES) for n in nodes) and any(isinstance(n, Permuted) for n in nodes)
 
 
 class TracedValues:
@@ -234,9 +140,7 @@ class TracedValues:
         else:
             result, kept = arithmetic(op, values)
         if kept is not None:
-            near_zero = not isinstance(op, Cast) and jnp.issubdtype(values.dtype, jnp.floating)
-            raised = _near_zero if near_zero else _lost
-            self._check(kept.all(), functools.partial(raised, str(op), str(result.dtype)))
+            self._check(kept.all(), functools.partial(_lost, str(op), str(result.dtype)))
         return result
 
     def _decoded(self, node: Decoded) -> jax.Array:
@@ -252,7 +156,7 @@ class TracedValues:
         stored, scale = map(self._values_of, node.operands)
         if scale.dtype == np.uint8:
             scale = lax.bitcast_convert_type(scale, E8M0)
-        scales = lax.bitcast_convert_type(widened(scale), jnp.float32)
+        scales = scale.astype(jnp.float32)
         for axis, block in enumerate(decoder.block, decoder.free):
             scales = jnp.repeat(scales, block, axis)
             scales = lax.slice_in_dim(scales, 0, node.shape[axis], axis=axis)
@@ -263,14 +167,9 @@ class TracedValues:
             pairs = jnp.asarray(decoder.pairs.view(np.float32).reshape(256, 2))
             values = pairs.at[data].get(mode="promise_in_bounds")
             values = values.reshape(*stored.shape[:-1], -1)[..., : node.shape[-1]]
-        elif jnp.issubdtype(stored.dtype, jnp.integer):
-            values = stored.astype(jnp.float32)
         else:
-            values = lax.bitcast_convert_type(widened(stored), jnp.float32)
-        products, kept = multiplied(values, scales)
-        name = type(decoder).__name__
-        self._check(kept.all(), functools.partial(_near_zero, f"{name} decoder", "float32"))
-        return to_bits(narrowed(products, node.dtype))
+            values = stored.astype(jnp.float32)
+        return to_bits((values * scales).astype(node.dtype))
 
     def _check(self, holds: jax.Array, error: Raised) -> None:
         self.value_checks.append(ValueCheck(holds, self._result, error))
@@ -317,14 +216,4 @@ def _lost(op: str, dtype: str, leaf: str) -> SafetensorsLayoutError:
         tensor=leaf,
         expected=dtype,
         hint="Cast to a wider dtype; arithmetic is in the dtype of its operand.",
-    )
-
-
-def _near_zero(op: str, dtype: str, leaf: str) -> SafetensorsLayoutError:
-    return MappingError(
-        f"the {op} of a mapping meets numbers that XLA takes for zero",
-        tensor=leaf,
-        expected=f"zero, or normal numbers of {dtype}",
-        found="subnormal ones, nearer to zero than 1.2e-38",
-        hint="Load these tensors from files, where numpy computes with them.",
     )
