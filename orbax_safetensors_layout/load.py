@@ -380,7 +380,7 @@ def _abstract_tree(catalog: Catalog, request: LoadRequest, *, devices: bool) -> 
             "`only` names tensors where there is neither an abstract tree nor a mapping; with one,"
             " leave out of the tree the leaves that you do not need, or put `...` in their place."
         )
-    saved = SavedMetadata(catalog)
+    saved = SavedMetadata(catalog, is_mapped=mapping is not None)
     if abstract is None and mapping is not None:
         arrays = array_sources(catalog, mapping).items()
         abstract = {name: HostLeaf(array.shape, array.dtype) for name, array in arrays}

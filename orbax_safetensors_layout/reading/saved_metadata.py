@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 from orbax_safetensors_layout.catalog import Catalog
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
+    InvalidManifestError,
     MismatchError,
     ShapeMismatchError,
     listed,
@@ -46,11 +47,19 @@ _HOST_KINDS = ("numpy", "numpy_scalar")
 
 
 class SavedMetadata:
-    """The records of a checkpoint's manifest, if it has one."""
+    """The records of a checkpoint's manifest, if it has one.
 
-    def __init__(self, catalog: Catalog) -> None:
+    One that does not fit the files is an error, but counts for nothing where a mapping takes them.
+    """
+
+    def __init__(self, catalog: Catalog, *, is_mapped: bool = False) -> None:
         self._catalog = catalog
-        manifest = catalog.manifest()
+        try:
+            manifest = catalog.manifest()
+        except InvalidManifestError:
+            if not is_mapped:
+                raise
+            manifest = None
         self._node = None if manifest is None else manifest.tree
         self._shardings = () if manifest is None else manifest.shardings
         self._placements: dict[int, Sharding | None] = {}
