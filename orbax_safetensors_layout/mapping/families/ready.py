@@ -192,7 +192,7 @@ def _mapping_of(family: str | None, config: Config, options: Options) -> Mapping
             raise MappingError(f"scan=True: {target} has no such {family} with stacked layers")
         builder = dataclasses.replace(builder, scan=False)
     mapping = builder.build(tree)
-    _check_head(builder, names, mapping)
+    _check_names(builder, names, mapping)
     return mapping if source is None else mapping.over(source)
 
 
@@ -225,7 +225,6 @@ def _dims_and_builder(
     dims = dims_of(family, parsed, names, shape_of)
     builder = _builder(dims, names, options.get("target", "plain"), options)
     _check_counts(dims, names, f"{builder.prefix}layers.")
-    _check_experts(dims, names)
     return dims, builder
 
 
@@ -415,9 +414,20 @@ def _has_head(dims: Dims, names: Sequence[str], prefix: str) -> bool:
     return not dims.headless or head_name(prefix, dims.architecture.head) in names
 
 
-def _check_head(builder: MappingBuilder, names: Sequence[str], mapping: Mapping) -> None:
-    """Refuses files that lack an output kernel which they must have, or have another head."""
+def _check_names(builder: MappingBuilder, names: Sequence[str], mapping: Mapping) -> None:
+    """Refuses files of another form, or with another head, than that of a family's models."""
     dims, prefix = builder.dims, builder.prefix
+    joined = (name for name in names if name.endswith(".experts.gate_up_proj"))
+    first = next((name for name in joined if not mapping.leaves_out(name)), None)
+    if first is not None and not mapping.match([first]).taken():
+        raise MappingError(
+            "the experts of a layer are one tensor, as transformers 5 has them in memory and saves"
+            " them with save_original_format=False",
+            tensor=first,
+            expected="tensors as models of this family are published",
+            hint="Open it with transformers, and save a copy: copy = type(model)(model.config);"
+            " copy.load_state_dict(model.state_dict(), assign=True); copy.save_pretrained(FOLDER).",
+        )
     head = head_name(prefix, dims.architecture.head)
     if head in names or prefix + dims.architecture.embedding not in names:
         return
@@ -439,18 +449,4 @@ def _check_head(builder: MappingBuilder, names: Sequence[str], mapping: Mapping)
             hint="If the model has none, name a class in config.json that has none, such as"
             ' "architectures": ["LlamaModel"]. If the embedding is to be it, set'
             " tie_word_embeddings to true. Else complete the files.",
-        )
-
-
-def _check_experts(dims: Dims, names: Sequence[str]) -> None:
-    """Refuses experts that are one tensor, where the family's are each one of their own."""
-    joined = next((name for name in names if name.endswith(".experts.gate_up_proj")), None)
-    if joined and dims.experts and dims.experts_form == "each" and dims.family != "gpt_oss":
-        raise MappingError(
-            "the experts of a layer are one tensor, as transformers 5 has them in memory and saves"
-            " them with save_original_format=False",
-            tensor=joined,
-            expected="a tensor for each expert, as models of this family are published",
-            hint="Open it with transformers, and save a copy: copy = type(model)(model.config);"
-            " copy.load_state_dict(model.state_dict(), assign=True); copy.save_pretrained(FOLDER).",
         )
