@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Self
+from typing import Any, Self
 
 from absl import logging
 
@@ -415,10 +415,13 @@ class Catalog:
 
     def select(self, patterns: str | Sequence[str]) -> list[str]:
         """Return the names that match any of some patterns, in order; see `compile_pattern`."""
-        given = [patterns] if isinstance(patterns, str) else patterns
-        others = [name for name in self.other_names if name in given]
+        is_single = isinstance(patterns, str) or not hasattr(patterns, "__iter__")
+        given: list[Any] = [patterns] if is_single else [*patterns]
+        names = self.listed()
+        if not all(isinstance(name, str) and name in self for name in given):
+            names = [*self.names, *(name for name in self.other_names if name in given)]
         try:
-            return select_names([*self.names, *others], patterns, path=self.path)
+            return select_names(names, patterns if is_single else given, path=self.path)
         except MissingTensorError as error:
             raise self.explained(error) from None
 
