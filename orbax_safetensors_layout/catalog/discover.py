@@ -443,13 +443,12 @@ def read_manifest(storage: Storage, file: str) -> Manifest:
 
 
 def _missing(storage: Storage, path: str, files: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return those of some files that do not exist, as far as the storage can list them."""
-    if not storage.lists:
+    """Return those of some files that do not exist; none where that would take many requests."""
+    if not storage.lists and (MODEL_FILE in files or MODEL_FILE not in names):
         return []  # a missing one fails when it is opened
-    present = set(names)
-    for folder in {name.rpartition("/")[0] for name in files} - {""}:
-        present.update(f"{folder}/{name}" for name in storage.list(join(path, folder)))
-    return [name for name in files if name not in present]
+    others = sorted({*files}.difference(names))
+    present = storage.existing(path, others) if others else ()
+    return [name for name in others if name not in present]
 
 
 def _present(

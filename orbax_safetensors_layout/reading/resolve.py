@@ -222,10 +222,10 @@ def _prefix_hint(stored: Sequence[str], names: Sequence[str]) -> str | None:
             f" {listed(trees, 5, ' or ')} does."
         )
     if prefixes := added_prefixes(stored, set(names)):
-        keys = (reversed(prefix.split(".")[:-1]) for prefix in prefixes)
+        inner_first = (reversed(prefix.split(".")[:-1]) for prefix in prefixes)
         trees = (
             functools.reduce(lambda tree, key: f"{{{key!r}: {tree}}}", path, "tree")
-            for path in keys
+            for path in inner_first
         )
         return (
             f"The checkpoint has the names with {listed(map(repr, prefixes), 5, ' or ')} before"

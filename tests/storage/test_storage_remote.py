@@ -445,6 +445,14 @@ def test_file_names_of_an_index_are_quoted_and_the_path_as_it_was_given_is_not(t
             assert_same(osl.load(path), {name: values})
 
 
+def test_an_index_of_missing_files_beside_a_model_is_left_out(tmp_path):
+    checkpoints.save(tmp_path, TENSORS)
+    index = {"weight_map": dict.fromkeys(TENSORS, "model-00001-of-00002.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with file_server(tmp_path) as server:
+        assert_same(osl.load(f"{server.url}/files"), TENSORS)
+
+
 @pytest.mark.parametrize("name", ["%2e%2e/private/x", "%2E./%2e%2e%2fprivate/x", "%2e%2e%5cx"])
 def test_a_file_name_of_an_index_leads_nowhere_but_below_its_folder(tmp_path, name):
     """Of servers that decode all that is quoted before they look for the file."""

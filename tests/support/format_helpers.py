@@ -14,6 +14,7 @@ from orbax_safetensors_layout.errors import (
     SafetensorsLayoutError,
     TruncatedFileError,
 )
+from orbax_safetensors_layout.storage import Storage
 
 Error = TypeVar("Error", bound=SafetensorsLayoutError)
 
@@ -106,6 +107,8 @@ class MemoryStorage:
         prefix = folder.rstrip("/") + "/"
         names = (path.removeprefix(prefix) for path in self.files if path.startswith(prefix))
         return sorted(name for name in names if "/" not in name)
+
+    existing = Storage.existing
 
     def folders(self, folder: str) -> list[str]:
         prefix = folder.rstrip("/") + "/"
