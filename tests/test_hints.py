@@ -511,6 +511,19 @@ def leaves_that_cannot_be_saved(tmp):
 @follows
 def conversions(tmp):
     path = save(tmp / "hf", {"a": W, "b": W[0]})
+    packed = "packed"
+    osl.save(packed, {"a": W.astype(ml_dtypes.float6_e2m3fn), "b": W})
+    yield (
+        lambda: osl.convert(packed, "dtypes"),
+        "Decode them with a mapping, or leave them out by its ignore",
+    )
+    wide, plain = rule("a", tensor("a").cast("float32")), rule("b", tensor("b"))
+    osl.convert(packed, "dtypes", mapping=osl.Mapping([wide, plain]))
+    osl.convert(packed, "dtypes", mapping=osl.Mapping([plain], ignore="a"), overwrite=True)
+    odd = save(tmp / "odd", {"a/../b": W})
+    folders = osl.ConvertOptions(use_ocdbt=False)
+    yield lambda: osl.convert(odd, "names", options=folders), "without use_ocdbt=False (--no-ocdbt)"
+    osl.convert(odd, "names")
     inside = path / "to"
     yield lambda: osl.convert(path, inside), "Convert to a folder of its own."
     osl.convert(path, "to")
@@ -812,6 +825,13 @@ def quantised_exports(tmp):
         "Leave it out: Quantization(..., ignore=[...]); or mend the weight.",
     )
     quantized(broken, "int4", ignore=["bad_proj"])()
+    blocks = weights(up_proj=np.ones((192, 128)), down_proj=square)
+    yield (
+        quantized(blocks, "deepseek_fp8"),
+        "Choose another: Quantization('fp8_block'); or leave it",
+    )
+    quantized(blocks, "fp8_block")()
+    quantized(blocks, "deepseek_fp8", ignore=["up_proj"])()
     quantized(weights(up_proj=square), "fp8_block")()
     again = quantized(osl.load("to"), "int4")
     yield again, "through osl.dequantized, or convert(..., dequantize=) (--dequantize)"

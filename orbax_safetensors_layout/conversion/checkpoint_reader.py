@@ -237,18 +237,15 @@ class SafetensorsReader:
             memory_budget_bytes=options.memory_budget_bytes,
             check_values=options.verify,
         )
-        manifest = self._catalog.manifest()
-        values = {} if manifest is None else manifest.values()
-        if mapping is not None:
-            manifest, values = None, mapping.passed(values)
+        manifest = None if mapping is not None else self._catalog.manifest()
         # What torch's DCP wrote in pieces has the names that Hugging Face's files have.
         self.kind: str = self._catalog.layout if self._catalog.doubt is None else "hf"
         self.is_recorded = manifest is not None and manifest.tree is not None
         self.metadata: Mapping[str, str] = self._catalog.metadata()
         self.custom = None if manifest is None else manifest.custom
-        self.tree = self._tree(manifest, values, is_flat)
+        self.tree = self._tree(manifest, is_flat)
 
-    def _tree(self, manifest: Manifest | None, values: dict[str, Any], is_flat: bool) -> Any:
+    def _tree(self, manifest: Manifest | None, is_flat: bool) -> Any:
         saved = None if manifest is None else manifest.tree
         if saved is not None and not is_flat:
             names = [leaf.tensor for leaf in leaves(saved) if isinstance(leaf, TensorLeaf)]
@@ -264,6 +261,7 @@ class SafetensorsReader:
                 problem = "the recorded tree is not one that JAX can have"
                 raise SafetensorsLayoutError(problem, file=self.path, found=error) from error
             return tree
+        values = {} if manifest is None else manifest.values()
         saved_leaves = () if saved is None else leaves(saved)
         impls = {
             leaf.tensor: leaf.key_impl for leaf in saved_leaves if isinstance(leaf, TensorLeaf)

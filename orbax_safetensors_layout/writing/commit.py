@@ -76,7 +76,9 @@ def commit_when_complete(
         if other := checkpoint_beside(storage, new_folder.target):
             hint = "Save to another folder, or remove it first."
             if other != new_folder.target:
-                hint = "Save to another folder, or into that of the item, or remove the step first."
+                ours = any(name.endswith(SUFFIX) for name in storage.list(other))
+                item = ", or with overwrite=True into that of the item" if ours else ""
+                hint = f"Save to another folder{item}, or remove the step first."
             raise CheckpointExistsError(
                 "Orbax made a checkpoint there, which would stay beside this one",
                 file=other,

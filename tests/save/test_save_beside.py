@@ -1,5 +1,7 @@
 """A folder that is a checkpoint of Orbax's is not saved into: two would stand in it."""
 
+import shutil
+
 import numpy as np
 import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as ocp_v1
@@ -44,8 +46,15 @@ def test_a_checkpoint_of_orbaxs_is_refused_and_stays(tmp_path, make, overwrite):
     before = content(folder)
     with pytest.raises(osl.CheckpointExistsError, match="would stay beside") as caught:
         osl.save(folder, NEW, overwrite=overwrite)
-    assert ("into that of the item" in str(caught.value)) == (caught.value.file != str(folder))
     assert content(folder) == before
+    hint, item = caught.value.hint, caught.value.file
+    assert ("remove the step first" in hint) == (item != str(folder))
+    assert ("into that of the item" in hint) == (make in (step_of_v0, step_of_v1))
+    if "into that of the item" in hint:
+        osl.save(item, NEW, overwrite=True)
+        assert osl.load(item)["step"] == 2
+    shutil.rmtree(folder)
+    osl.save(folder, NEW)
 
 
 @pytest.mark.parametrize("make", KINDS)

@@ -112,7 +112,7 @@ class OrbaxTarget:
             raise UnsupportedDtypeError(
                 f"Orbax stores no arrays of dtype {listed(dtypes)}: {listed(names)}",
                 tensor=refused[0].name,
-                hint="Decode them with a mapping, or leave them out.",
+                hint="Decode them with a mapping, or leave them out by its ignore=[...].",
             )
 
     def _chunk(self, leaf: TargetArray) -> tuple[int, ...] | None:
