@@ -305,11 +305,8 @@ def live_arrays(tmp):
     )
     lossy = rule("b", tensor("a"), tied_to="a", lossy_inverse=True)
     jax.jit(osl.Mapping([rule("a", tensor("a")), lossy]).unapply)({"a": a, "b": b})
-    path = save(tmp / "hf", {"a": np.full(3, 1e-40, F32), "b": np.full(3, 100, np.int8)})
-    third = osl.Mapping([rule("a", tensor("a").scale(3))], ignore="b")
+    path = save(tmp / "hf", {"a": np.ones(3, F32), "b": np.full(3, 100, np.int8)})
     tensors = jax.tree.map(jnp.asarray, osl.load(path))
-    yield lambda: third.apply(tensors), "Load these tensors from files"
-    assert osl.load(path, mapping=third)["a"][0] == np.float32(1e-40) * np.float32(3)
     tripled = osl.Mapping([rule("b", tensor("b").scale(3))], ignore="a")
     yield lambda: tripled.apply(tensors), "Cast to a wider dtype"
     wide = osl.Mapping([rule("b", tensor("b").cast("int32").scale(3))], ignore="a")

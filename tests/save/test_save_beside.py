@@ -63,12 +63,20 @@ def test_a_conversion_replaces_it_when_told_to(tmp_path, make):
     make(folder)
     before = content(folder)
     osl.save(tmp_path / "plain", NEW)
+    if make is step_of_v0:  # of two items
+        with pytest.raises(osl.CheckpointExistsError, match="Give the folder of the item to rep"):
+            osl.convert(tmp_path / "plain", folder, format="hf", overwrite=True)
+        assert content(folder) == before
+        folder = folder / "state"
+        before = content(folder)
     with pytest.raises(osl.CheckpointExistsError, match="overwrite=True"):
         osl.convert(tmp_path / "plain", folder, format="hf")
     assert content(folder) == before
     osl.convert(tmp_path / "plain", folder, format="hf", overwrite=True)
     assert osl.load(folder)["step"] == 2
     left = {path.relative_to(folder).name for path in content(folder)}
+    if make is step_of_v0:  # whose item it still is
+        left -= {"_METADATA", "commit_success.txt"}
     assert left == {"model.safetensors", "orbax_safetensors_layout.json"}
 
 
