@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from absl import logging
 
 from orbax_safetensors_layout.adapters import open_reader
@@ -50,12 +51,15 @@ from orbax_safetensors_layout.errors import (
     listed,
 )
 from orbax_safetensors_layout.mapping import (
+    AskedCast,
     BoundExpr,
     Mapping as LeafMapping,
     check_mapping,
+    decoding_hint,
     dequantized,
     fingerprint,
     plain_configurations,
+    refuse_casts_of_codes,
 )
 from orbax_safetensors_layout.options import (
     ConvertOptions,
@@ -64,6 +68,7 @@ from orbax_safetensors_layout.options import (
     ReadOptions,
     WriteOptions,
     given_or_default,
+    is_floating,
     require,
 )
 from orbax_safetensors_layout.plan import tensors_to_write
@@ -311,9 +316,11 @@ class _TreeConversions:
         values: dict[str, Any] = {}
         if mapping is None and quantize is None:
             target_tree = plain_tree(tree)
+            _refuse_casts_of_codes(target_tree, options.dtype, reader.path)
         else:
-            expressions = target_expressions(tree, mapping, inverse=inverts)
-            stored = expressions
+            stored = expressions = target_expressions(tree, mapping, inverse=inverts)
+            plain = mapped_tree(expressions, {}, is_flat=True)
+            _refuse_casts_of_codes(plain, options.dtype, reader.path)
             if quantize is not None:
                 stored = tensors_to_write(expressions, options.dtype, quantize)
             is_flat = inverts or quantize is not None
@@ -501,6 +508,32 @@ def _mapping(
     if inverse is None:
         inverse = mapping is not None and kind == "hf" and source_kind != "hf"
     return mapping, inverse
+
+
+def _refuse_casts_of_codes(tree: Any, dtype: np.dtype | None, source: str) -> None:
+    """Refuses to cast codes to the dtype that all floats get."""
+    arrays = {} if dtype is None else {array.name: array for array in arrays_in(tree)}
+
+    def hint(cast: AskedCast) -> str:
+        name = cast.dtype.name
+        return (
+            f"{decoding_hint(source, cast.name)}If these are values, say so in a mapping:"
+            f" osl.Mapping([osl.rule(n, osl.tensor(n) if t.dtype.itemsize > 1 else"
+            f" osl.tensor(n).cast({name!r})) for n, t in osl.metadata(SOURCE).items()]), of a"
+            " checkpoint in Orbax's format convert it to safetensors first."
+        )
+
+    refuse_casts_of_codes(
+        (
+            AskedCast(name, array.shape, array.dtype, dtype)
+            for name, array in arrays.items()
+            if dtype is not None and is_floating(array.dtype)
+        ),
+        arrays,
+        lambda name: arrays[name].dtype,
+        hint,
+        source,
+    )
 
 
 def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> Topology | None:

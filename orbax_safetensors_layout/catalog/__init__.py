@@ -17,7 +17,7 @@ from .discover import (
 )
 from .folder_names import is_beside, replaced_files
 from .piece_catalog import ExtentDoubt, check_save, check_whole
-from .quantization import QuantizedWeights, find_quantization, refuse_casts_of_codes
+from .quantization import QuantizedWeights, find_quantization
 from .select import (
     added_prefixes,
     compile_pattern,

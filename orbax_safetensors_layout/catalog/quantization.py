@@ -7,12 +7,9 @@ GPT-OSS write.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-
-from orbax_safetensors_layout.errors import DtypeMismatchError, listed
 from orbax_safetensors_layout.format import TensorEntry, short_repr
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -28,20 +25,6 @@ class _Scheme(NamedTuple):
 
 
 _ACTIVATIONS = "*_global_scale"
-# By the ending of a tensor of codes: those that what they are multiplied by may have in its place.
-_SCALES = (
-    ("", ("_scale", "_scale_inv", "_scales", "_scale_2", ".absmax")),
-    ("weight", ("scale", "scale_inv", "scales")),
-    ("_qdata", ("_scale",)),  # torchao
-    ("_packed", ("_scale",)),
-    ("_blocks", ("_scales",)),
-)
-# Of formats that are not decoded: bitsandbytes 0.50, int8; ComfyUI, FP8; optimum-quanto; HQQ.
-_OTHER_SCALES = (
-    ("weight", ("SCB", "scale_weight")),
-    ("._data", ("._scale",)),
-    (".W_q", (".scale",)),
-)
 # The first name beside the weight must exist; the first scheme that fits applies.
 _SCHEMES = (
     _Scheme("FP8 with block scales", "weight", _FLOAT8, ("weight_scale_inv",), 8),
@@ -126,55 +109,6 @@ def find_quantization(
     if not (method or weights or problem):
         return None
     return QuantizedWeights(method, weights, parameters, problem)
-
-
-def refuse_casts_of_codes(
-    tensors: Iterable[tuple[str, np.dtype]],
-    names: Container[str],
-    dtype: np.dtype,
-    file: str | None = None,
-) -> None:
-    """Refuses to cast what is a value only with the scale beside it, as of weights in FP8 or INT8.
-
-    Args:
-        tensors: Names and dtypes of those that are to be cast.
-        names: All of the checkpoint.
-        dtype: What they are to be cast to.
-        file: For the error.
-
-    Raises:
-        DtypeMismatchError: One of them is of another dtype, and has a scale.
-    """
-    codes = [
-        (name, stored, scale)
-        for name, stored in tensors
-        if stored.itemsize == 1 and stored not in (dtype, np.dtype(bool))
-        for scale in [s for s in _scales_of(name, *_SCALES, *_OTHER_SCALES) if s in names][:1]
-    ]
-    if codes:
-        name, stored, scale = codes[0]
-        hint = (
-            "Decode it: mapping=osl.dequantized(FOLDER) loads values, and"
-            " convert(..., dequantize=) (--dequantize) writes them."
-        )
-        if scale in _scales_of(name, *_OTHER_SCALES):
-            hint = f"{scale!r} has the scale: a rule with osl.opaque can multiply by it."
-        raise DtypeMismatchError(
-            "the weight is quantised: a cast would leave out its scale",
-            file=file,
-            tensor=name,
-            expected=f"{stored}, as it is stored",
-            found=f"{dtype}, for {listed([repr(name) for name, *_ in codes], 3)}",
-            hint=hint,
-        )
-
-
-def _scales_of(name: str, *endings: tuple[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yields the names that the scale of a tensor may have, by its own ending."""
-    for ending, scales in endings:
-        if name.endswith(ending):
-            stem = name.removesuffix(ending)
-            yield from (stem + scale for scale in scales)
 
 
 class _Figures(NamedTuple):

@@ -19,12 +19,15 @@ from .affine.leaf_pieces import (
     assemble_box,
 )
 from .casting import (
+    AskedCast,
     Subject,
     assign,
     cast_into,
     check_castable,
+    hint_to_cast_before,
     is_whole,
     python_scalar,
+    refuse_casts_of_codes,
     rounded,
     to_whole,
 )
@@ -44,7 +47,7 @@ from .rules import Mapping, check_mapping, fingerprint, saved_tensors
 
 if TYPE_CHECKING:
     from . import families
-    from .dequantizing.dequantized import dequantized, plain_configurations
+    from .dequantizing.dequantized import decoding_hint, dequantized, plain_configurations
     from .families.config import parse_config, read_config
     from .families.ready import TARGETS, has_tied_head
     from .lookup import find_mapping, imported
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        ".dequantizing.dequantized": "dequantized plain_configurations",
+        ".dequantizing.dequantized": "decoding_hint dequantized plain_configurations",
         ".families": "",
         ".families.config": "parse_config read_config",
         ".families.ready": "TARGETS has_tied_head",

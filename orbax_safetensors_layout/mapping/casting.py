@@ -1,17 +1,23 @@
 """Dtypes of numbers and casts of host values.
 
 Floats round. Where that is not intended, and in integers and booleans, every value must survive.
+What may be codes of quantised values becomes floats only where a mapping says `.cast()`.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors_layout.errors import DtypeMismatchError
+from orbax_safetensors_layout.errors import DtypeMismatchError, listed
 from orbax_safetensors_layout.format import NARROW_INTEGERS
+from orbax_safetensors_layout.options import is_floating
+
+_OF_CODES = re.compile("scale|zero|absmax|codebook|quant|pack|qw")
 
 
 def is_number(dtype: np.dtype[Any]) -> bool:
@@ -188,3 +194,79 @@ def python_scalar(value: np.ndarray, kind: type, subject: Subject) -> bool | int
             found=f"{number} ({value.dtype})",
         )
     return scalar
+
+
+class AskedCast(NamedTuple):
+    """A cast of a tensor to the dtype that a tree or an option asks for."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: np.dtype
+    dtype: np.dtype
+    with_parts: bool = False  # whether what is beside the tensor is taken, too, as to decode it
+
+
+def refuse_casts_of_codes(
+    casts: Iterable[AskedCast],
+    names: Iterable[str],
+    dtype_of: Callable[[str], np.dtype],
+    hint: Callable[[AskedCast], str],
+    file: str | None = None,
+) -> None:
+    """Refuses to make floats of what may be codes, whose values follow from a scale or the like.
+
+    These are numbers of 8 bits and fewer, whatever is beside them; matrices of wider integers in a
+    module that has floats or bytes, as packed words are (not elements of lists, nor leaves of no
+    module unless names speak of it); and bytes in the guise of floats, which have parts
+    (`up.weight` beside `up.weight.absmax`).
+
+    Args:
+        casts: What is asked for.
+        names: All tensors that there are.
+        dtype_of: Returns the dtype of one of them.
+        hint: Returns what to do instead of a cast.
+        file: For the error.
+
+    Raises:
+        DtypeMismatchError: One of the casts may be of codes.
+    """
+    modules: dict[str, list[str]] = {}
+
+    def members(module: str) -> list[str]:
+        for name in () if modules else names:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+        return modules.get(module, [])
+
+    def may_be_codes(cast: AskedCast) -> bool:
+        if not is_floating(cast.dtype) or cast.dtype == cast.source or cast.source.kind in "bc":
+            return False
+        if cast.source.itemsize == 1:
+            return cast.dtype.itemsize > 1 or is_integer(cast.source)
+        if is_integer(cast.source):
+            module, _, last = cast.name.rpartition(".")
+            beside = [name for name in members(module) if name != cast.name]
+            if not module:  # of a tree's own leaves those whose names speak of it
+                spoken = "".join(filter(_OF_CODES.search, [last, *beside]))
+                beside = beside if spoken else []
+            dtypes = () if last.isdecimal() or len(cast.shape) < 2 else map(dtype_of, beside)
+            return any(is_floating(of) or (of.itemsize == 1 and of.kind != "b") for of in dtypes)
+        return not cast.with_parts and bool(members(cast.name))
+
+    codes = [cast for cast in casts if may_be_codes(cast)]
+    if codes:
+        raise DtypeMismatchError(
+            "the tensor may be codes of quantised values, of which a cast makes other values",
+            file=file,
+            tensor=codes[0].name,
+            expected=f"{codes[0].source}, as it is stored",
+            found=f"{codes[0].dtype}, for {listed([repr(cast.name) for cast in codes], 3)}",
+            hint=hint(codes[0]),
+        )
+
+
+def hint_to_cast_before(cast: AskedCast) -> str:
+    """Return what to do where a save would cast codes."""
+    return (
+        "Leave out the dtype of the save; or, if these are values, cast the leaf before:"
+        f" leaf.astype({cast.dtype.name!r})."
+    )

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors_layout.catalog import refuse_casts_of_codes
 from orbax_safetensors_layout.format import (
     DTYPES,
     INDEX_SUFFIX,
@@ -35,11 +34,14 @@ from orbax_safetensors_layout.format import (
 )
 from orbax_safetensors_layout.geometry import Tile, tile
 from orbax_safetensors_layout.mapping import (
+    AskedCast,
     BoundExpr,
     Cast,
     Mapping as LeafMapping,
     TensorSpecs,
     Valued,
+    hint_to_cast_before,
+    refuse_casts_of_codes,
     row_major,
     saved_tensors,
 )
@@ -264,7 +266,12 @@ def tensors_to_write(
     if dtype is None:
         return tensors
     cast = {name for name, expr in plain.items() if is_floating(expr.dtype)}
-    refuse_casts_of_codes(((name, plain[name].dtype) for name in cast), plain, dtype)
+    refuse_casts_of_codes(
+        (AskedCast(name, plain[name].shape, plain[name].dtype, dtype) for name in cast),
+        plain,
+        lambda name: plain[name].dtype,
+        hint_to_cast_before,
+    )
     return {
         name: Valued.of(expr, Cast(dtype)) if name in cast and expr is plain[name] else expr
         for name, expr in tensors.items()

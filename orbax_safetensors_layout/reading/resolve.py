@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental.layout import Format
 
-from orbax_safetensors_layout.catalog import Catalog, added_prefixes, refuse_casts_of_codes
+from orbax_safetensors_layout.catalog import Catalog, added_prefixes
 from orbax_safetensors_layout.errors import (
     DtypeMismatchError,
     MismatchError,
@@ -22,7 +22,15 @@ from orbax_safetensors_layout.errors import (
     wildcard_pattern,
 )
 from orbax_safetensors_layout.geometry import MAX_RANK
-from orbax_safetensors_layout.mapping import Mapping, check_castable, check_left_out, check_mapping
+from orbax_safetensors_layout.mapping import (
+    AskedCast,
+    Mapping,
+    check_castable,
+    check_left_out,
+    check_mapping,
+    decoding_hint,
+    refuse_casts_of_codes,
+)
 from orbax_safetensors_layout.plan import ArrayRegion, ArraySource, MappedSource, array_sources
 from orbax_safetensors_layout.pytree import AbstractLeaf, AbstractTree, in_host_memory, prng
 from orbax_safetensors_layout.runtime import Register
@@ -173,11 +181,32 @@ def source_leaves(
                 check_left_out(leaf, source.bound)
     pairs = zip(parsed, names, strict=True)
     leaves = [SourcedLeaf(abstract, name, sources[name]) for abstract, name in pairs]
-    for abstract, _, source in leaves:
-        if source.dtype.itemsize == 1 and abstract.dtype not in (None, source.dtype):
-            cast = ((name, source.dtype) for name in source.tensor_names())
-            refuse_casts_of_codes(cast, catalog, abstract.dtype, source.file)
+    _refuse_casts_of_codes(catalog, leaves)
     return leaves
+
+
+def _refuse_casts_of_codes(catalog: Catalog, leaves: Sequence[SourcedLeaf]) -> None:
+    def casts() -> Iterator[AskedCast]:
+        for abstract, _, source in leaves:
+            if abstract.dtype in (None, source.dtype):
+                continue
+            names = source.tensor_names()
+            for name, entry in catalog.entries(names).items():
+                if entry.dtype.numpy == source.dtype:  # else a mapping says what it becomes
+                    is_decoded = any(other.startswith(f"{name}.") for other in names)
+                    yield AskedCast(name, entry.shape, source.dtype, abstract.dtype, is_decoded)
+
+    def hint(cast: AskedCast) -> str:
+        return (
+            f"{decoding_hint(catalog.path, cast.name)}If these are values, ask for"
+            f" {cast.source} and cast what is loaded, or say so in a mapping: osl.rule(LEAF,"
+            f" osl.tensor({cast.name!r}).cast({cast.dtype.name!r}))."
+        )
+
+    def dtype_of(name: str) -> np.dtype:
+        return catalog.entries([name])[name].dtype.numpy
+
+    refuse_casts_of_codes(casts(), catalog.names, dtype_of, hint, catalog.path)
 
 
 def _not_found(
@@ -263,7 +292,7 @@ def jax_dtype(dtype: np.dtype, placement: Placement) -> np.dtype:
             f"jax {jax.__version__} has no arrays of this dtype",
             expected=f"a dtype of jax {jax.__version__}",
             found=canonical,
-            hint="Ask for another dtype in the abstract tree, or for a numpy array.",
+            hint="Ask for a numpy array, or cast in a mapping: osl.tensor(NAME).cast('float32').",
         )
     return canonical
 

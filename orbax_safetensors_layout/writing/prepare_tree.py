@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from orbax_safetensors_layout.catalog import refuse_casts_of_codes
 from orbax_safetensors_layout.errors import (
     InvalidArgumentError,
     MismatchError,
@@ -34,7 +33,13 @@ from orbax_safetensors_layout.format import (
     leaf_names,
     storage_dtype,
 )
-from orbax_safetensors_layout.mapping import Mapping as LeafMapping, check_mapping
+from orbax_safetensors_layout.mapping import (
+    AskedCast,
+    Mapping as LeafMapping,
+    check_mapping,
+    hint_to_cast_before,
+    refuse_casts_of_codes,
+)
 from orbax_safetensors_layout.options import WriteOptions, is_floating
 from orbax_safetensors_layout.plan import (
     LeafWrite,
@@ -89,13 +94,17 @@ class PreparedTree(NamedTuple):
         node = encode_treedef(tree, parser.leaf)
         if parser.problems:
             raise SafetensorsLayoutError.collect(parser.problems, "leaves cannot be saved")
-        if options.dtype is not None:
-            dtype_of = {written.tensor.name: written.values for written in parser.leaves}
-            refuse_casts_of_codes(
-                ((name, of) for name, of in dtype_of.items() if is_floating(of)),
-                dtype_of,
-                options.dtype,
-            )
+        stored = {leaf.tensor.name: leaf.values for leaf in parser.leaves}
+        refuse_casts_of_codes(
+            (
+                AskedCast(leaf.tensor.name, leaf.tensor.shape, leaf.values, leaf.tensor.dtype.numpy)
+                for leaf in parser.leaves
+                if leaf.values != leaf.tensor.dtype.numpy
+            ),
+            stored,
+            stored.__getitem__,
+            hint_to_cast_before,
+        )
         if isinstance(node, Container) and not node.children:
             raise InvalidArgumentError("Found an empty tree; there is nothing to save.")
         leaves = parser.leaves

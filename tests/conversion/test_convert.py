@@ -243,10 +243,12 @@ def test_our_own_steps_are_sources_too(tmp_path, name):
     assert_same_bits(restore_standard(tmp_path / "copy" / name / "state")["a"], np.arange(6.0))
 
 
-def test_dtype(tmp_path, hf, weights):
+def test_dtype(tmp_path, weights):
     options = osl.ConvertOptions(dtype="float32")
+    weights = {name: value for name, value in weights.items() if name != "fp8"}
+    osl.save(tmp_path / "hf", weights)
     for kind, name in {"orbax": "orbax", "hf": "copy", "sharded": "pieces"}.items():
-        osl.convert(hf, tmp_path / name, format=kind, options=options)
+        osl.convert(tmp_path / "hf", tmp_path / name, format=kind, options=options)
     expected = {
         name: value.astype(np.float32) if value.dtype.kind not in "ib" else value
         for name, value in weights.items()

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from checkpoints import assert_same_bits
 from every_dtype import SHAPE, decode, sample, write
+from hypothesis import HealthCheck, given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
 
 import orbax_safetensors_layout as osl
 from orbax_safetensors_layout.format import DTYPES
+
+CAST = osl.Mapping([osl.rule("t", osl.tensor("t").cast("float32"))])
 
 
 @pytest.mark.parametrize("code", sorted(DTYPES))
@@ -31,7 +34,7 @@ def test_sharded_arrays(tmp_path, code, spec):
     mesh = mesh_of(a=4, b=2)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     tree = {"t": jax.ShapeDtypeStruct(SHAPE, expected.dtype, sharding=sharding)}
-    wide = expected.dtype.itemsize == 8 and code != "C64"
+    wide, mapping = expected.dtype.itemsize == 8 and code != "C64", None
     if wide:
         jax.config.update("jax_enable_x64", True)
     try:
@@ -39,8 +42,8 @@ def test_sharded_arrays(tmp_path, code, spec):
             with pytest.raises(osl.DtypeMismatchError, match="has no arrays of this dtype"):
                 osl.load(path, tree)
             tree["t"] = jax.ShapeDtypeStruct(SHAPE, np.float32, sharding=sharding)
-            expected = expected.astype(np.float32)
-        array = osl.load(path, tree)["t"]
+            expected, mapping = expected.astype(np.float32), CAST
+        array = osl.load(path, tree, mapping=mapping)["t"]
     finally:
         jax.config.update("jax_enable_x64", False)
     for shard in array.addressable_shards:
@@ -58,7 +61,8 @@ def test_packed_rows_that_share_bytes(tmp_path, code, shape):
         if extent % 2:
             continue
         sharding = NamedSharding(mesh, PartitionSpec(*[None] * axis, "a"))
-        array = osl.load(path, {"t": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)})
+        tree = {"t": jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)}
+        array = osl.load(path, tree, mapping=CAST)
         for shard in array["t"].addressable_shards:
             assert_same_bits(shard.data, expected[shard.index].astype(np.float32))
 
@@ -105,85 +109,157 @@ def test_empty_tensors(tmp_path):
     assert loaded["one"] == 7
 
 
-CODES = {
-    "blocks": ("up.weight", ml_dtypes.float8_e4m3fn, "up.weight_scale_inv"),
-    "tensor": ("up.weight", ml_dtypes.float8_e5m2, "up.weight_scale"),
-    "integers": ("up.weight", np.int8, "up.weight_scale"),
-    "published DeepSeek-V4": ("up.weight", ml_dtypes.float8_e4m3fn, "up.scale"),
-    "bitsandbytes": ("up.weight", np.int8, "up.SCB"),
-    "ComfyUI": ("up.weight", ml_dtypes.float8_e4m3fn, "up.scale_weight"),
-    "optimum-quanto": ("up.weight._data", ml_dtypes.float8_e4m3fn, "up.weight._scale"),
-    "HQQ": ("up.W_q", np.uint8, "up.scale"),
-    "NVFP4": ("up.weight", np.uint8, "up.weight_scale_2"),
-    "compressed-tensors": ("up.weight_packed", np.uint8, "up.weight_scale"),
-    "GPT-OSS": ("experts.up_proj_blocks", np.uint8, "experts.up_proj_scales"),
-    "bitsandbytes of 4 bits": ("up.weight", np.uint8, "up.weight.absmax"),
-    "torchao": ("up._weight_qdata", np.int8, "up._weight_scale"),
-    "fused experts": ("experts.up_proj", ml_dtypes.float8_e4m3fn, "experts.up_proj_scale"),
-}
-OTHERS = ("bitsandbytes", "ComfyUI", "optimum-quanto", "HQQ")  # which are not decoded
-REFUSED = r"quantised: a cast would leave out its scale.*'{}'.*osl\.(dequantized|opaque)"
-
-
-@pytest.mark.parametrize("kind", CODES)
-def test_codes_are_not_cast_without_their_scales(tmp_path, kind):
-    """Values would be those of another model; what is not cast stays as it is."""
-    name, dtype, scale = CODES[kind]
-    codes = np.arange(16).reshape(4, 4).astype(dtype)
-    tensors = {name: codes, scale: np.full((1, 1), 0.01, np.float32)}
-    osl.save(tmp_path / "in", tensors)
-    for strict in (True, False):
-        options = osl.ReadOptions(strict=strict)
-        tree = {name: jax.ShapeDtypeStruct((4, 4), ml_dtypes.bfloat16), scale: ...}
-        with pytest.raises(osl.DtypeMismatchError, match=REFUSED.format(name)) as caught:
-            osl.load(tmp_path / "in", tree, options=options)
-        assert (f"{scale!r} has the scale" in str(caught.value)) == (kind in OTHERS)
-        with pytest.raises(osl.DtypeMismatchError, match=REFUSED.format(name)):
-            osl.plan_load(tmp_path / "in", tree, options=options)
-        tree[name] = jax.ShapeDtypeStruct((4, 4), dtype)
-        assert_same_bits(osl.load(tmp_path / "in", tree, options=options)[name], codes)
-    moved = osl.Mapping([osl.rule("up", osl.tensor(name).transpose())], strict=False)
-    for wanted in (ml_dtypes.bfloat16, np.float32):
-        tree = {"up": jax.ShapeDtypeStruct((4, 4), wanted)}
-        with pytest.raises(osl.DtypeMismatchError, match=REFUSED.format(name)):
-            osl.load(tmp_path / "in", tree, mapping=moved)
-    tree = {"up": jax.ShapeDtypeStruct((4, 4), dtype)}
-    assert_same_bits(osl.load(tmp_path / "in", tree, mapping=moved)["up"], codes.T)
-
-
-def test_data_that_are_scaled_by_a_tensor_of_another_name_are_cast(tmp_path):
-    pixels = np.arange(16, dtype=np.uint8)
-    names = ("train_data", "train_scale", "a", "a.scale")
-    osl.save(tmp_path / "in", dict.fromkeys(names, pixels))
-    tree = dict.fromkeys(names, jax.ShapeDtypeStruct((16,), np.float32))
-    for loaded in osl.load(tmp_path / "in", tree).values():
-        assert np.array_equal(loaded, pixels.astype(np.float32))
-
-
-@pytest.mark.parametrize(
-    "kind", [kind for kind in CODES if np.dtype(CODES[kind][1]).kind not in "iu"]
+# Names of codes and of what goes with them, as formats have them; others are drawn.
+NAMES = (
+    *("weight", "qweight", "weight_packed", "gate_up_proj", "up_proj_blocks", "w1", "W_q", "codes"),
+    *("_weight_qdata", "Qidxs", "trellis", "q_weight", "indices", "kernel", "weight._data"),
 )
-def test_codes_are_not_cast_in_saves_and_conversions(tmp_path, kind):
-    name, dtype, scale = CODES[kind]
-    codes = np.arange(16).reshape(4, 4).astype(dtype)
-    tensors = {name: codes, scale: np.full((1, 1), 0.01, np.float32)}
+BESIDE = (
+    *(
+        "weight_scale",
+        "weight_scale_inv",
+        "scales",
+        "scale",
+        "scale_weight",
+        "SCB",
+        "weight_scale_2",
+    ),
+    *(
+        "gate_up_proj_weight_scale",
+        "qscale_weight",
+        "w1_weight_scale",
+        "suh",
+        "codebooks",
+        "absmax",
+    ),
+    *("centroids", "up_proj_scales", "_weight_scale", "biases", "weight.absmax", "lut", "S"),
+)
+BYTES = [DTYPES[c].numpy for c in ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "I8", "U8")]
+WORDS = [np.dtype(d) for d in ("int16", "uint16", "int32", "uint32", "int64")]
+FLOATS = [np.dtype(d) for d in (np.float32, ml_dtypes.bfloat16, np.float16)]
+IDENTIFIERS = st.from_regex(r"[a-zA-Z_][a-z_0-9]{0,9}", fullmatch=True)
+
+
+@st.composite
+def quantised(draw):
+    """Tensors among which the first are codes; what else there is, in any spelling and layout."""
+    module = draw(st.sampled_from(["", "up.", "model.layers.0.mlp.experts."]))
+    name = module + draw(st.sampled_from(NAMES) | IDENTIFIERS)
+    dtype = draw(st.sampled_from([*BYTES, *WORDS, *FLOATS]))
+    scales = np.ones((4, 1), draw(st.sampled_from([*FLOATS, np.dtype(np.uint8)])))
+    beside = module + draw(st.sampled_from(BESIDE) | IDENTIFIERS)
+    if dtype in FLOATS:
+        beside = f"{name}.{draw(IDENTIFIERS)}"
+    elif dtype in WORDS:
+        beside = name.rpartition(".")[0] + "." * ("." in name) + beside.rpartition(".")[2]
+    elif draw(st.booleans()):
+        beside = "scales." + beside
+    codes = np.arange(8).reshape(4, 2).astype(dtype)
+    others = {beside: scales, "norm.weight": np.ones(4, np.float32)}
+    return name, codes, {key: value for key, value in others.items() if key != name}
+
+
+def refusal(call, *arguments, **options):
+    with pytest.raises(osl.DtypeMismatchError, match="may be codes of quantised values") as caught:
+        call(*arguments, **options)
+    return str(caught.value)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(drawn=quantised(), wanted=st.sampled_from(FLOATS))
+def test_codes_become_floats_only_where_someone_says_so(tmp_path, drawn, wanted):
+    """Values would be those of another model; the hints of the error do what they say."""
+    name, codes, others = drawn
+    if codes.dtype == wanted or len(others) < 2:
+        return
+    folder, out = tmp_path / "in", tmp_path / "out"
+    osl.save(folder, {name: codes, **others}, overwrite=True, options=osl.WriteOptions(fsync=False))
+    tree = {name: jax.ShapeDtypeStruct(codes.shape, wanted)}
+    lenient = osl.ReadOptions(strict=False)
+    text = refusal(osl.load, folder, tree, options=lenient)
+    assert repr(name) in text
+    assert refusal(osl.load, folder, tree | dict.fromkeys(others, ...)) == text
+    assert refusal(osl.plan_load, folder, tree, options=lenient) == text
+    rules = [osl.rule("w", osl.tensor(name).reshape(2, 4))]
+    tree = {"w": jax.ShapeDtypeStruct((2, 4), wanted)}
+    if codes.dtype.name not in ("float4_e2m1fn", "float6_e2m3fn"):  # those are not rearranged
+        refusal(osl.load, folder, tree, mapping=osl.Mapping(rules, strict=False))
+    if codes.dtype.kind not in "iu" and codes.dtype.itemsize == 1:
+        write = osl.WriteOptions(dtype=wanted, fsync=False)
+        assert "leaf.astype" in refusal(osl.save, out, {name: codes, **others}, options=write)
+        for target in ("hf", "sharded", "orbax"):
+            cast = osl.ConvertOptions(dtype=wanted)
+            refusal(osl.convert, folder, out, format=target, options=cast)
+        assert not out.exists()
+    # what the hint says
+    assert f"ask for {codes.dtype} and cast what is loaded" in text
+    tree = {name: np.empty_like(codes)}
+    assert_same_bits(osl.load(folder, tree, options=lenient)[name], codes)
+    said = f"osl.tensor({name!r}).cast({wanted.name!r})"
+    assert said in text
+    rules = osl.Mapping([osl.rule("w", eval(said, {"osl": osl}))], strict=False)
+    assert_same_bits(osl.load(folder, mapping=rules)["w"], codes.astype(np.float32).astype(wanted))
+    assert ("osl.dequantized does not decode it" in text) == (not decodes(folder, name))
+
+
+def decodes(folder, name):
+    try:
+        leaves = osl.dequantized(folder).leaf_facts(folder)
+    except osl.SafetensorsLayoutError:
+        return False
+    return name not in leaves or leaves[name].dtype in (*FLOATS, *WORDS, *BYTES)
+
+
+def test_codes_that_are_decoded_have_a_hint_that_decodes_them(tmp_path):
+    values = np.ones((4, 4), ml_dtypes.float8_e4m3fn)
+    scale = np.full((4, 1), 0.25, np.float32)
+    osl.save(tmp_path / "in", {"up.weight": values, "up.weight_scale": scale})
+    tree = {"up.weight": jax.ShapeDtypeStruct((4, 4), ml_dtypes.bfloat16), "up.weight_scale": ...}
+    text = refusal(osl.load, tmp_path / "in", tree)
+    assert "Decode it with mapping=osl.dequantized(FOLDER)" in text
+    decoded = osl.load(tmp_path / "in", mapping=osl.dequantized(tmp_path / "in"))
+    assert (decoded["up.weight"] == 0.25).all()
+    assert "convert(..., dequantize=) (--dequantize) writes the values" in text
+    osl.convert(tmp_path / "in", tmp_path / "out", format="hf", dequantize="bfloat16")
+    assert (osl.load(tmp_path / "out")["up.weight"] == 0.25).all()
+
+
+@pytest.mark.parametrize("kind", ["hf", "orbax"])
+def test_values_of_8_bits_are_converted_where_a_mapping_says_so(tmp_path, kind):
+    tensors = {"a.w": np.array([[0.5, 2]], ml_dtypes.float8_e4m3fn), "b": np.ones(3, np.float32)}
     osl.save(tmp_path / "in", tensors)
-    out, refused = tmp_path / "out", REFUSED.format(name)
-    write = osl.WriteOptions(dtype="bfloat16")
-    copies = osl.Mapping([osl.rule(key, osl.tensor(key)) for key in tensors])
-    for mapping in (None, copies):
-        with pytest.raises(osl.DtypeMismatchError, match=refused):
-            osl.save(out, tensors, mapping=mapping, options=write)
-    for target in ("hf", "sharded", "orbax"):
-        options = osl.ConvertOptions(dtype="bfloat16")
-        with pytest.raises(osl.DtypeMismatchError, match=refused):
-            osl.convert(tmp_path / "in", out, format=target, options=options)
-    assert not out.exists()
-    osl.convert(tmp_path / "in", out, format="hf")
-    assert_same_bits(osl.load(out)[name], codes)
-    # Without a scale they are values like others.
-    alone = {name: codes, "bias": np.ones(4, np.float32)}
-    osl.save(out, alone, options=write, overwrite=True)
-    assert_same_bits(osl.load(out)[name], codes.astype(ml_dtypes.bfloat16))
-    osl.save(out, alone, options=osl.WriteOptions(dtype=dtype), overwrite=True)
-    assert osl.load(out)[name].dtype == dtype
+    source, options = tmp_path / "in", osl.ConvertOptions(dtype="bfloat16")
+    if kind == "orbax":
+        osl.convert(source, tmp_path / "orbax", format="orbax")
+        source = tmp_path / "orbax"
+    text = refusal(osl.convert, source, tmp_path / "out", format="hf", options=options)
+    said = text[text.index("osl.Mapping(") :].removesuffix(".").partition(", of")[0]
+    assert "of a checkpoint in Orbax's format convert it to safetensors first" in text
+    if kind == "orbax":
+        osl.convert(source, source := tmp_path / "first")
+    mapping = eval(said, {"osl": osl, "SOURCE": source})
+    osl.convert(source, tmp_path / "out", mapping=mapping, format="hf", options=options)
+    for name, value in osl.load(tmp_path / "out").items():
+        assert_same_bits(value, tensors[name].astype(ml_dtypes.bfloat16))
+    leaf = tensors["a.w"].astype("bfloat16")
+    osl.save(tmp_path / "cast", {"a.w": leaf}, options=osl.WriteOptions(dtype="bfloat16"))
+    assert_same_bits(osl.load(tmp_path / "cast")["a.w"], leaf)
+    own = osl.WriteOptions(dtype=tensors["a.w"].dtype)
+    osl.save(tmp_path / "own", {"a.w": tensors["a.w"]}, options=own)
+    assert_same_bits(osl.load(tmp_path / "own")["a.w"], tensors["a.w"])
+
+
+def test_integers_without_floats_beside_them_are_cast_as_by_orbax(tmp_path):
+    tensors = {
+        "step": np.int32(3),
+        "ids": np.arange(4, dtype=np.int64),
+        "table.ids": np.arange(4, dtype=np.int32).reshape(2, 2),
+        "table.mask": np.array([[True, False]]),
+        "w": np.ones((2, 2), np.float32),
+    }
+    osl.save(tmp_path / "in", tensors)
+    tree = {name: jax.ShapeDtypeStruct(t.shape, ml_dtypes.bfloat16) for name, t in tensors.items()}
+    for name, loaded in osl.load(tmp_path / "in", tree).items():
+        assert_same_bits(loaded, tensors[name].astype(ml_dtypes.bfloat16))

@@ -32,6 +32,9 @@ def test_floats_round_as_numpy_does(tmp_path, target):
 def test_integers_widen_and_become_floats(tmp_path):
     value = np.array([1, 200], np.uint8)
     assert_same_bits(load_as(tmp_path, value, np.int32), value.astype(np.int32))
+    value = np.array([[1, -300]], np.int16)
+    assert_same_bits(load_as(tmp_path, value, np.float32), value.astype(np.float32))
+    value = np.array([[True, False]])
     assert_same_bits(load_as(tmp_path, value, np.float32), value.astype(np.float32))
 
 

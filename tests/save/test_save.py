@@ -275,7 +275,7 @@ def test_a_dtype_of_the_file_rounds_as_numpy(tmp_path, dtype):
     dtype = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     tree, expected = {}, {}
     mesh = mesh_of(x=4, y=2)
-    for number, source in enumerate(["f4", "f2", BF16, "f8", ml_dtypes.float8_e5m2]):
+    for number, source in enumerate(["f4", "f2", BF16, "f8"]):
         value = random_tensor((320, 24), np.dtype(source), number)
         value.reshape(-1)[:4] = [-0.0, np.inf, -np.inf, np.nan]
         with np.errstate(all="ignore"):

@@ -16,7 +16,6 @@ import orbax.checkpoint.experimental.v1 as ocp_v1
 import tensorstore as ts
 from orbax.checkpoint import future
 
-from orbax_safetensors_layout.catalog import refuse_casts_of_codes
 from orbax_safetensors_layout.conversion import (
     FINISHED,
     CheckpointReader,
@@ -62,9 +61,6 @@ class OrbaxTarget:
             self._shards = {array.name: topology.shard(array) for array in streamed}
             topology.raise_misfits()
         _refuse_values(tree)
-        if options.dtype is not None:
-            floats = ((a.name, a.dtype) for a in streamed if is_floating(a.dtype))
-            refuse_casts_of_codes(floats, self._shards, options.dtype, source.path)
         self.written: RangeChecksums | None = None
         self.leaves: Sequence[TargetArray] = [
             dataclasses.replace(array, dtype=options.dtype)

@@ -18,15 +18,27 @@ from ..quantizing.group_formats import (
     Nvfp4Groups,
     PowersFp8Groups,
 )
-from .found_weight import FoundWeight, WeightScheme, first_target
+from .found_weight import OWN_CONFIG, FoundWeight, WeightScheme
 from .grouped_values import grouped, unpacked
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_MX_GROUP = 32
+_MX_GROUP, _NV_GROUP = 32, 16
+_BLOCK = (128, 128)
 
 
-def group_extents(weight: FoundWeight, part: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def group_extents(
+    weight: FoundWeight, part: str, *, is_ordered: bool = True, has_zeros: bool = True
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape that scales are taken in, and the extents of a group of each."""
+    scale, block = _group_extents(weight, part)
+    kind = "float" if weight.code("") in _FLOAT8 else "int"
+    weight.check_recipe(
+        8, kind, weight.shape(""), block, is_ordered=is_ordered, has_zeros=has_zeros
+    )
+    return scale, block
+
+
+def _group_extents(weight: FoundWeight, part: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape, scale = weight.shape(""), weight.shape(part)
     rows = shape[:-1]
     if math.prod(scale) == 1:
@@ -37,42 +49,47 @@ def group_extents(weight: FoundWeight, part: str) -> tuple[tuple[int, ...], tupl
         return (*rows, 1), (*[1] * len(rows), shape[-1])
     if len(shape) < 2 or len(scale) != len(shape):
         raise weight.error(
-            f"scales of shape {list(scale)} do not fit values of shape {list(shape)}"
+            f"scales of shape {list(scale)} do not fit values of shape {list(shape)}", OWN_CONFIG
         )
     free = shape[:-2]
     block = _block(weight, shape[-2:], scale[-2:]) if scale[:-2] == free else None
     if block is not None:
         return scale, (*[1] * len(free), *block)
-    group = weight.settings.integer("group_size") or shape[-1] // max(1, scale[-1])
+    group = shape[-1] // max(1, scale[-1])
     if scale[:-1] == rows and group and scale[-1] * group == shape[-1]:
         return scale, (*[1] * len(rows), group)
     raise weight.error(
         f"scales of shape {list(scale)} do not fit values of shape {list(shape)}, neither one for"
         f" the tensor, for each row or group, nor for each block of"
-        f" {' or '.join(sorted({str(block) for block, _ in weight.settings.blocks()}))}"
+        f" {' or '.join(sorted(map(str, _blocks(weight))))}",
+        OWN_CONFIG,
     )
+
+
+def _blocks(weight: FoundWeight) -> list[tuple[int, int]]:
+    """Return the blocks that a weight may have: those configured, or the usual."""
+    return [said.block for said in weight.recipes() if said.block is not None] or [_BLOCK]
 
 
 def _block(
     weight: FoundWeight, shape: tuple[int, ...], scale: tuple[int, ...]
-) -> tuple[int, int] | None:
-    """Return the configured block that has so many scales; of several, that of the module."""
-    configured = weight.settings.blocks()
-    fitting = [
-        block
-        for block, _ in configured
-        if scale == tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
-    ]
-    if len({tuple(map(min, block, shape)) for block in fitting}) < 2:
-        return fitting[0] if fitting else None
-    by_target = {target: block for block, targets in configured for target in targets}
-    target = first_target(weight.plain.removesuffix(".weight"), by_target)
-    if target is None or by_target[target] not in fitting:
+) -> tuple[int, ...] | None:
+    """Return the configured block that has so many scales."""
+    fitting: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for configured in _blocks(weight):
+        block = tuple(size or n for n, size in zip(shape, configured, strict=True))
+        if scale == tuple(-(-n // size) for n, size in zip(shape, block, strict=True)):
+            fitting.setdefault(tuple(map(min, block, shape)), block)
+    if len(fitting) > 1:
+        _, said = weight.settings.targeted(weight.module)
+        if said.block in fitting.values():
+            return said.block
         raise weight.error(
-            f"scales of shape {list(scale)} fit blocks of {' and '.join(map(str, fitting))}, and no"
-            " target says which"
+            f"scales of shape {list(scale)} fit blocks of"
+            f" {' and '.join(map(str, fitting.values()))}, and no target says which",
+            OWN_CONFIG,
         )
-    return by_target[target]
+    return next(iter(fitting.values()), None)
 
 
 def _fp8(part: str) -> Callable[[FoundWeight], Expr]:
@@ -92,6 +109,7 @@ def _mxfp8(weight: FoundWeight) -> Expr:
     if not shape or scale != (*shape[:-1], -(-shape[-1] // _MX_GROUP)):
         raise weight.error(f"exponents of shape {list(scale)} are not of groups of {_MX_GROUP}")
     block = (*[1] * (len(shape) - 1), _MX_GROUP)
+    weight.check_recipe(8, "float", shape, block)
     return grouped(weight.expr(""), block, weight.dtype, {"scale": weight.expr("_scale")})
 
 
@@ -106,6 +124,7 @@ def _nvfp4(part: str, role: str, beside: str) -> Callable[[FoundWeight], Expr]:
             )
         values = unpacked(weight.expr(part), 4, len(rows), packed * 2)
         block = (*[1] * len(rows), packed * 2 // groups)
+        weight.check_recipe(4, "float", (*rows, packed * 2), block, (1, _NV_GROUP))
         operands = {"scale": weight.expr("_scale"), role: weight.single(beside)}
         return grouped(values, block, weight.dtype, operands, is_e2m1=True)
 
@@ -120,6 +139,7 @@ def _mxfp4(weight: FoundWeight) -> Expr:
             f"{packed} bytes a row and {groups} exponents are not four bits in groups of"
             f" {_MX_GROUP}"
         )
+    weight.check_recipe(4, "float", (*rows, packed * 2), (1, _MX_GROUP))
     blocks = weight.expr("_packed").reshape(*rows, groups, _MX_GROUP // 2)
     return dequantize_mxfp4(blocks, weight.expr("_scale"), weight.dtype)
 
@@ -128,6 +148,8 @@ def _gpt_oss(weight: FoundWeight) -> Expr:
     # Decoded rows are outputs, but checkpoints without MXFP4 have [.., in, out].
     values = dequantize_mxfp4(weight.expr("_blocks"), weight.expr("_scales"), weight.dtype)
     axes = len(weight.shape("_scales"))
+    *rows, groups = weight.shape("_scales") or (1,)
+    weight.check_recipe(4, "float", (*rows, groups * _MX_GROUP), (1, _MX_GROUP))
     return values.transpose(*range(axes - 2), axes - 1, axes - 2) if axes > 1 else values
 
 

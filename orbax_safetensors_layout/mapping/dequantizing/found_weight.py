@@ -16,10 +16,52 @@ from ..quantizing.encoder import WeightLayout, joined_name
 from ..regexes import compiled_regex
 
 INPUT_SCALE = "/pre_quant_scale"  # ModelOpt's: inputs are multiplied by it before the weight
-_BLOCK = (128, 128)
 _BLOCK_TEXT = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")  # as older files have it
 _CLASS = "Linear"  # of modules with weights
+_BITS = ("num_bits", "bits", "w_bit")
+_ORDERED = (True, "group", "dynamic")  # as `actorder`
+OWN_CONFIG = "Put the quantization_config that belongs to these tensors beside them."
+OWN_RULES = (
+    "Its tensors load as they are stored without osl.dequantized; a rule with osl.opaque decodes"
+    " them."
+)
 _MOST_BYTES = 1 << 20  # of a part that is read while the mapping is made
+
+
+class WeightRecipe(NamedTuple):
+    """Configured figures of some weights; None where nothing is said."""
+
+    bits: int | None = None
+    kind: str | None = None  # `int` or `float`
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; 0 for all
+    is_ordered: bool = False  # by importance, so that an index says the group of each column
+    has_zeros: bool = False
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> WeightRecipe:
+        """Read an object of a configuration, in the keys of any of its writers."""
+        bits = next((said[key] for key in _BITS if type(said.get(key)) is int), None)
+        size, kind, strategy = said.get("group_size"), said.get("type"), said.get("strategy")
+        block = _block_of(said)
+        if block is None and type(size) is int and size > 0:
+            block = 1, size
+        elif block is None and (size == -1 or strategy == "channel"):
+            block = 1, 0
+        elif block is None and strategy == "tensor":
+            block = 0, 0
+        return cls(
+            bits,
+            kind if kind in ("int", "float") else None,
+            block,
+            said.get("desc_act") is True or said.get("actorder") in _ORDERED,
+            said.get("symmetric") is False or said.get("zero_point") is True,
+        )
+
+    def __str__(self) -> str:
+        rows, columns = (n or "all" for n in self.block or ("any", "any"))
+        text = f"{self.kind or 'values'} of {self.bits or 'any'} bits, a scale for {rows} rows and"
+        text += f" {columns} columns" + ", an index of groups" * self.is_ordered
+        return text + ", zero points" * self.has_zeros
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,34 +69,50 @@ class QuantizationSettings:
     """Figures of a `quantization_config`; None where there is none, or several."""
 
     values: Mapping[str, Any]
+    format: str | None = None  # known by other marks
 
     @property
     def method(self) -> str:
-        return str(self.values.get("quant_method") or self.values.get("quant_algo") or "unknown")
+        said = self.values.get("quant_method") or self.values.get("quant_algo")
+        return self.format or str(said or "unknown")
 
-    def integer(self, *names: str) -> int | None:
-        """Return a positive integer, of all groups of weights."""
-        given = [self.values.get(name) for name in names]
-        given += [group.get(name) for group in self._groups() for name in names]
-        kinds = {value for value in given if type(value) is int and value > 0}
-        return kinds.pop() if len(kinds) == 1 else None
+    def recipes(self, module: str) -> list[WeightRecipe]:
+        """Return what is said of a module: one recipe, or all where several may be its own."""
+        said = self.values
+        layers = [said.get(key) for key in ("quantized_layers", "extra_config", "dynamic")]
+        own, changed, patterns = (dict(of) if isinstance(of, Mapping) else {} for of in layers)
+        if isinstance(own.get(module), Mapping):  # ModelOpt
+            return [WeightRecipe.of(own[module])]
+        if isinstance(changed.get(module), Mapping):  # auto-round
+            return [WeightRecipe.of({**said, **changed[module]})]
+        target, recipe = self.targeted(module)
+        if target is not None and target != _CLASS:
+            return [recipe]
+        others = [of for of in own.values() if isinstance(of, Mapping)]
+        others += [{**said, **of} for of in patterns.values() if isinstance(of, Mapping)]
+        usual = [WeightRecipe.of(of) for of in (said, *self.groups())]
+        return [recipe for recipe in usual if recipe != WeightRecipe()] + [
+            *map(WeightRecipe.of, others)
+        ]
 
-    def blocks(self) -> list[tuple[tuple[int, int], tuple[str, ...]]]:
-        """Return the rows and columns that share a scale in blocks, with the targets of each."""
-        blocks: list[tuple[tuple[int, int], tuple[str, ...]]] = []
-        block = self.values.get("weight_block_size")
-        if block is not None:
-            blocks.append((_block(block, "weight_block_size"), ()))
+    def targeted(self, module: str) -> tuple[str | None, WeightRecipe]:
+        """Return the target of a group that counts for a module, and what is said of the group."""
+        targets: dict[str, Mapping[str, Any]] = {}
         for group in self._config_groups():
-            block, targets = _weights(group).get("block_structure"), group.get("targets")
-            if block is not None:
-                if isinstance(block, str) and (text := _BLOCK_TEXT.fullmatch(block)):
-                    block = [*map(int, text.groups())]
-                targets = tuple(map(str, targets)) if isinstance(targets, list | tuple) else ()
-                blocks.append((_block(block, "block_structure"), targets))
-        return blocks or [(_BLOCK, ())]
+            given = group.get("targets")
+            for target in given if isinstance(given, list | tuple) else ():
+                targets.setdefault(str(target), _weights(group))
+        first = first_target(module, targets)
+        return first, WeightRecipe.of({} if first is None else targets[first])
 
-    def _groups(self) -> list[Mapping[str, Any]]:
+    @property
+    def varies(self) -> bool:
+        """Whether modules may have recipes of their own."""
+        said = (self.values.get(key) for key in ("quantized_layers", "extra_config", "dynamic"))
+        return len(self._config_groups()) > 1 or any(said)
+
+    def groups(self) -> list[Mapping[str, Any]]:
+        """Return what is said of the weights of each group of modules."""
         return [_weights(group) for group in self._config_groups()]
 
     def _config_groups(self) -> list[Mapping[str, Any]]:
@@ -63,7 +121,14 @@ class QuantizationSettings:
         return [group for group in outer if isinstance(group, Mapping)]
 
 
-def _block(value: object, name: str) -> tuple[int, int]:
+def _block_of(said: Mapping[str, Any]) -> tuple[int, int] | None:
+    name = "weight_block_size" if "weight_block_size" in said else "block_structure"
+    value = said.get(name)
+    if value is None:
+        return None
+    if isinstance(value, str) and name == "block_structure":
+        text = _BLOCK_TEXT.fullmatch(value)
+        value = value if text is None else [*map(int, text.groups())]
     if isinstance(value, list | tuple) and len(value) == 2:
         rows, columns = value
         if type(rows) is int and type(columns) is int and min(rows, columns) > 0:
@@ -108,6 +173,10 @@ class FoundWeight:
     read: Callable[[TensorEntry], bytes]  # reads a small tensor
     is_written: bool = False  # rather than decoded
 
+    @property
+    def module(self) -> str:
+        return self.plain.removesuffix(".weight")
+
     def name_of(self, part: str) -> str:
         return joined_name(self.plain, part)
 
@@ -148,19 +217,62 @@ class FoundWeight:
             )
         return self.read(entry)
 
-    def error(self, problem: str) -> MappingError:
+    def recipes(self) -> list[WeightRecipe]:
+        """Return what is configured of the weight: one recipe, or all that may be its own."""
+        return self.settings.recipes(self.module)
+
+    def check_recipe(
+        self,
+        bits: int,
+        kind: str,
+        shape: Sequence[int],
+        block: Sequence[int],
+        usual: tuple[int, int] | None = None,
+        *,
+        is_ordered: bool = True,
+        has_zeros: bool = True,
+    ) -> None:
+        """Refuses a weight that the configuration says to be stored in another way.
+
+        Args:
+            bits: Of a value.
+            kind: Of a value: `int` or `float`.
+            shape: The weight's, `[.., rows, columns]`.
+            block: Extents of what shares a scale, of as many axes.
+            usual: Those of the last two axes where nothing is configured; None for any.
+            is_ordered: Whether an index says the group of each column, or nothing has to.
+            has_zeros: Whether there are zero points, or they can be none.
+        """
+        whole = (1, *shape)[-2:]
+        stored = [min(pair) for pair in zip((1, *block)[-2:], whole, strict=True)]
+
+        def fits(recipe: WeightRecipe) -> bool:
+            said = recipe.block or usual
+            extents = [min(n or end, end) for n, end in zip(said or stored, whole, strict=True)]
+            return (
+                recipe.bits in (None, bits)
+                and recipe.kind in (None, kind)
+                and extents == stored
+                and is_ordered >= (recipe.is_ordered and stored[-1] < whole[-1])
+                and has_zeros >= recipe.has_zeros
+            )
+
+        recipes = self.recipes() or [WeightRecipe()]
+        if not any(map(fits, recipes)):
+            said = " or ".join(dict.fromkeys(map(str, recipes))) if self.settings.values else usual
+            own = WeightRecipe(bits, kind, (stored[0], stored[1]))
+            raise self.error(
+                f"the tensors are {own}, and the configuration says {said}"[:600], OWN_CONFIG
+            )
+
+    def error(self, problem: str, hint: str | None = None) -> MappingError:
         listed = ", ".join(
             f"{name} {entry.dtype.code} {list(entry.shape)}"
             for name, entry in self.entries.items()
             if name.startswith(self.plain.rpartition(".")[0] + ".")
         )
-        doing, hint = (
-            "decoded",
-            (
-                "Write a rule for it, with osl.opaque or osl.tensor; or give the"
-                " quantization_config that belongs to these files."
-            ),
-        )
+        doing = "decoded"
+        hint = hint or OWN_RULES
         if self.is_written:
             doing, hint = "written in its format", "Choose another: osl.Quantization('fp8_block')."
         return MappingError(

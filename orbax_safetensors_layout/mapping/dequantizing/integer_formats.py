@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from orbax_safetensors_layout.format import short_repr
@@ -13,10 +11,11 @@ from ..expr.quantized import dequantize_int4
 from ..quantizing.encoder import WeightLayout
 from ..quantizing.group_formats import Int4Groups
 from .float_formats import FLOAT8_CODES, MX_SCALED, SCALED, fp8_layout, group_extents
-from .found_weight import FoundWeight, WeightScheme
+from .found_weight import OWN_CONFIG, FoundWeight, WeightScheme
 from .grouped_values import grouped, unpacked
 
 _WORD = 32
+_GPTQ_BITS = (2, 3, 4, 8)
 _INTEGERS = {"I64": "<i8", "I32": "<i4"}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of the values of eight columns
 # By how much zeros are stored less in the formats of GPTQ, and in those of auto-round.
@@ -35,9 +34,14 @@ def _scaled(weight: FoundWeight) -> Expr:
         return MX_SCALED(weight)
     index = weight.maybe("_g_idx")
     zero = None if weight.code("") in FLOAT8_CODES else weight.maybe("_zero_point")
+    shape, block = group_extents(
+        weight,
+        "_scale",
+        is_ordered=index is not None,
+        has_zeros=weight.code("") in FLOAT8_CODES or zero is not None,
+    )
     if zero is None and index is None:
         return SCALED(weight)
-    shape, block = group_extents(weight, "_scale")
     if index is not None and block[:-1] != (1,) * (len(block) - 1):
         raise weight.error(f"{weight.name_of('_g_idx')!r} is beside scales of no groups of a row")
     scale, zero = weight.expr("_scale").reshape(*shape), zero and zero.reshape(*shape)
@@ -56,10 +60,16 @@ def _packed(weight: FoundWeight) -> Expr:
     columns, bits = _columns_and_bits(weight, words, groups)
     group = -(-columns // max(1, groups))
     index, zero = weight.maybe("_g_idx"), weight.maybe("_zero_point")
-    given = weight.settings.integer("group_size") or group
-    fits_unevenly = columns % given != 0 and -(-columns // given) == groups
-    if groups > 1 and index is None and (columns % groups or fits_unevenly):
+    if groups > 1 and index is None and columns % groups:
         raise weight.error(f"{columns} columns are not {groups} groups of one size")
+    weight.check_recipe(
+        bits,
+        "int",
+        (*rows, columns),
+        (1, group) if others == rows else (*rows, columns),
+        is_ordered=index is not None,
+        has_zeros=zero is not None,
+    )
     scale = weight.expr("_scale")
     is_whole = others != rows
     if bits == 4 and index is None and zero is None and groups * group == columns and not is_whole:
@@ -95,36 +105,51 @@ def _packed_layout(weight: FoundWeight) -> WeightLayout:
 
 def _columns_and_bits(weight: FoundWeight, words: int, groups: int) -> tuple[int, int]:
     """Return figures of a packed row: those configured, if they fit, or those of `weight_shape`."""
-    bits, group = weight.settings.integer("num_bits"), weight.settings.integer("group_size")
-    if bits and group and -(-groups * group * bits // _WORD) == words and groups > 1:
-        return groups * group, bits
+    said = weight.recipes()
+    for bits, size in ((recipe.bits, recipe.block and recipe.block[1]) for recipe in said):
+        if bits and size and groups > 1 and -(-groups * size * bits // _WORD) == words:
+            return groups * size, bits
     data, dtype = weight.small("_shape"), _INTEGERS.get(weight.code("_shape"))
     if dtype is None:
         raise weight.error(f"{weight.name_of('_shape')!r} is not I64 or I32")
     stored = np.frombuffer(data, dtype)
     columns = int(stored[-1]) if stored.size else 0
-    fitting = [n for n in range(1, 9) if columns > 0 and -(-columns * n // _WORD) == words]
-    if bits in fitting or (bits is None and len(fitting) == 1):
-        return columns, bits or fitting[0]
-    raise weight.error(
-        f"{words} words of a row do not hold {columns} values of {bits or '1 to 8'} bits"
-    )
+    known = sorted({recipe.bits for recipe in said if recipe.bits}) or range(1, 9)
+    fitting = [n for n in known if columns > 0 and -(-columns * n // _WORD) == words]
+    if len(fitting) != 1:
+        raise weight.error(
+            f"{words} words of a row do not hold {columns} values of"
+            f" {' or '.join(map(str, known))} bits",
+            OWN_CONFIG,
+        )
+    return columns, fitting[0]
 
 
 def _awq_or_gptq(weight: FoundWeight) -> Expr:
     rows, columns = _two(weight, "/qweight")
     groups, outputs = _two(weight, "/scales")
-    bits = weight.settings.integer("bits", "w_bit")
     if columns != outputs:
         return _awq(weight, rows, groups, outputs, outputs // max(1, columns))
     has_order = weight.entry("/g_idx") is not None and weight.shape("/g_idx") != (0,)
-    inputs = math.prod(weight.shape("/g_idx")) if has_order else 0
-    if inputs and rows * _WORD % inputs == 0:
-        bits = rows * _WORD // inputs
-    if bits not in (2, 3, 4, 8) or rows * _WORD % bits:
-        raise weight.error(f"{rows} words of a column are not values of {bits} bits")
+    words = _two(weight, "/qzeros")[1]
+    known = sorted({said.bits for said in weight.recipes() if said.bits}) or _GPTQ_BITS
+    fitting = [
+        bits
+        for bits in known
+        if bits in _GPTQ_BITS
+        and rows * _WORD % bits == 0
+        and -(-outputs * bits // _WORD) == words
+        and (not has_order or weight.shape("/g_idx") == (rows * _WORD // bits,))
+    ]
+    if len(fitting) != 1:
+        raise weight.error(
+            f"{rows} words of a column, and {words} of {outputs} zeros, are not values of"
+            f" {' or '.join(map(str, known))} bits",
+            OWN_CONFIG,
+        )
+    bits = fitting[0]
     inputs = rows * _WORD // bits
-    group = _inputs_of_a_group(weight, inputs, groups)
+    group = _inputs_of_a_group(weight, bits, inputs, groups, has_order=has_order)
     return _outputs_first(
         weight,
         unpacked(weight.expr("/qweight"), bits, 0, inputs),
@@ -171,23 +196,32 @@ def _outputs_first(
     return grouped(values.transpose(), (1, group), weight.dtype, operands, offset=offset)
 
 
-def _inputs_of_a_group(weight: FoundWeight, inputs: int, groups: int) -> int:
-    """Return the inputs that share scales where these are in order."""
-    given = weight.settings.integer("group_size") or inputs
-    if -(-inputs // given) != groups and not (
-        weight.entry("/g_idx") and {*weight.small("/g_idx")} - {0, 255}  # all 0 or all -1
+def _inputs_of_a_group(
+    weight: FoundWeight, bits: int, inputs: int, groups: int, *, has_order: bool
+) -> int:
+    """Return the inputs that share scales: those configured, or all where nothing is."""
+    sizes = [said.block[1] or inputs for said in weight.recipes() if said.block is not None]
+    fitting = [size for size in sizes or [inputs] if -(-inputs // size) == groups]
+    if not fitting and (
+        sizes or not has_order or not {*weight.small("/g_idx")} - {0, 255}  # all 0 or all -1
     ):
         raise weight.error(
-            f"{inputs} inputs are not {groups} groups of the configured group_size, and no g_idx"
-            " says which"
+            f"{inputs} inputs are not {groups} groups of the configured group_size"
+            + ("" if sizes else ", and no g_idx says which"),
+            OWN_CONFIG,
         )
-    return given
+    group = fitting[0] if fitting else -(-inputs // groups)
+    shape = weight.shape("/qweight")[-1], inputs
+    weight.check_recipe(bits, "int", shape, (1, group), is_ordered=has_order)
+    return group
 
 
 def _awq(weight: FoundWeight, inputs: int, groups: int, outputs: int, per_word: int) -> Expr:
     if per_word != len(_AWQ_ORDER) or outputs % per_word or inputs % groups:
         raise weight.error(f"{per_word} values a word; AWQ has {len(_AWQ_ORDER)}, of four bits")
     zero = weight.maybe("/qzeros")
+    block = 1, inputs // groups
+    weight.check_recipe(4, "int", (outputs, inputs), block, has_zeros=zero is not None)
     return _outputs_first(
         weight,
         unpacked(weight.expr("/qweight"), 4, 1, outputs, _AWQ_ORDER),
