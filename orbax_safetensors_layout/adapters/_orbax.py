@@ -117,6 +117,27 @@ def register_args(handler: type, save_args: type, restore_args: type) -> None:
     checkpoint_args._RESTORE_ARG_TO_HANDLER[restore_args] = handler
 
 
+def replace_missing_handler(kind: type, make: Callable[[str, Any], Any]) -> None:
+    """Lets `make` handle arguments that an item lacks a handler for, registered for a `kind`.
+
+    Orbax's error shows all of its registry.
+    """
+    composite: Any = composite_checkpoint_handler.CompositeCheckpointHandler
+    get_or_set = composite._get_or_set_handler
+
+    def get(self: Any, item_name: str, args: Any = None) -> Any:
+        try:
+            return get_or_set(self, item_name, args)
+        except ValueError:
+            known = self._handler_registry.get_all_entries().items()
+            handlers = [handler for (name, _), handler in known if name == item_name]
+            if args is None or not any(isinstance(handler, kind) for handler in handlers):
+                raise
+            return make(item_name, args)
+
+    composite._get_or_set_handler = get
+
+
 def add_args(kind: type, args: Sequence[type]) -> None:
     """Lets handlers of a class take all these arguments; `item_handlers=` registers one of each."""
     register = composite_checkpoint_handler._add_to_handler_registry_from_global_registry

@@ -11,11 +11,13 @@ from typing import Any
 import orbax.checkpoint as ocp_v0
 import orbax.checkpoint.experimental.v1 as ocp
 
+from orbax_safetensors_layout.catalog import is_safetensors_checkpoint
 from orbax_safetensors_layout.errors import SafetensorsLayoutError
 from orbax_safetensors_layout.mapping import Mapping as LeafMapping
 from orbax_safetensors_layout.options import ReadOptions, WriteOptions, require
 
 from . import _orbax
+from .background import in_background
 from .folder_creation import folders_being_made
 from .v0 import SAVE_AND_RESTORE, SafetensorsCheckpointHandler, item_of
 from .v1 import SafetensorsHandler, item_name
@@ -39,7 +41,7 @@ def handler_registry(
     A pipeline's `StandardSave`, `StandardRestore`, `PyTreeSave` and `PyTreeRestore` calls work
     unchanged with it, and so do `restore(step)` without arguments and `item_metadata(step)`. Steps
     that Orbax saved before, in its own format, are restored as well. Other items keep Orbax's
-    handlers. To save one before each registered item was saved or restored is a warning; it is an
+    handlers, and what this package saved is restored under any name. To save one before each registered item was saved or restored is a warning; it is an
     error where no step can have the registered ones (`handler_registry("state")` and a manager
     without named items, or `"default"` and one with them).
 
@@ -60,8 +62,7 @@ def handler_registry(
         >>> manager.restore(manager.latest_step())
         {'weight': array([0., 1., 2., 3.], dtype=float32)}
     """
-    are_names = item_names and all(isinstance(name, str) for name in item_names)
-    require(are_names, "item_names", 'strings ("default" for an item without a name)', item_names)
+    item_names = _checked(item_names, '("default" for an item without a name)')
     handler = SafetensorsCheckpointHandler(mapping=mapping, read=read, write=write)
     registry = ocp_v0.handlers.DefaultCheckpointHandlerRegistry()
     for name in item_names:
@@ -84,8 +85,46 @@ def _watched_v0(handler: Any, ours: SafetensorsCheckpointHandler, names: tuple[s
         never = not ours.used_items and (item == _DEFAULT or names == (_DEFAULT,))
         _report_unused(item, names, used, never=never, function="osl.handler_registry")
 
+    def restore(directory: Any, args: Any = None) -> Any:
+        """Restores what this package saved whatever it is registered for."""
+        is_ours = is_safetensors_checkpoint(directory)
+        return ours.restore(directory, args) if is_ours else restore_orbaxs(directory, args=args)
+
+    restore_orbaxs = handler.restore
+    handler.restore = restore
     handler.async_save = partial(_save_reported, report, handler.async_save)
     return handler
+
+
+class _NoTree(ocp_v0.AsyncCheckpointHandler):
+    """Refuses an item that is registered as a tree, and is saved or restored as something else."""
+
+    def __init__(self, item: str, args: Any) -> None:
+        self._error = SafetensorsLayoutError(
+            f'item "{item}" is registered as a tree, and {type(args).__name__} is not for trees',
+            hint="Name only the items that are trees in `osl.handler_registry`.",
+        )
+
+    async def async_save(self, directory: Any, args: Any) -> Any:
+        async with folders_being_made(directory):
+            raise self._error
+
+    def save(self, directory: Any, args: Any) -> None:
+        raise self._error
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        raise self._error
+
+
+_orbax.replace_missing_handler(SafetensorsCheckpointHandler, _NoTree)
+
+
+def _checked(item_names: tuple[str, ...], usual: str) -> tuple[str, ...]:
+    """Return the names, each once."""
+    are_texts = item_names and all(isinstance(name, str) for name in item_names)
+    are_names = are_texts and all(name and "/" not in name for name in item_names)
+    require(are_names, "item_names", f"names of items {usual}", item_names)
+    return tuple(dict.fromkeys(item_names))
 
 
 def context(*item_names: str, base: ocp.Context | None = None) -> ocp.Context:
@@ -109,8 +148,7 @@ def context(*item_names: str, base: ocp.Context | None = None) -> ocp.Context:
         ...     ctx.checkpointables.registry.get("state")
         <class 'orbax_safetensors_layout.adapters.v1.SafetensorsHandler'>
     """
-    are_names = item_names and all(isinstance(name, str) for name in item_names)
-    require(are_names, "item_names", 'strings ("state" for that of `ocp.load`)', item_names)
+    item_names = _checked(item_names, '("state" for that of `ocp.load`)')
     require(base is None or isinstance(base, ocp.Context), "base", "an `ocp.Context`", base)
     new_context = ocp.Context(base)
     known = new_context.checkpointables.registry
@@ -139,8 +177,24 @@ def _watched_v1(handler: Any, names: tuple[str, ...]) -> Any:
     async def save(self: Any, directory: Any, checkpointable: Any) -> Any:
         return await _save_reported(report, partial(handler.save, self), directory, checkpointable)
 
+    async def read(name: str, self: Any, directory: Any, *args: Any) -> Any:
+        """Loads what this package saved, or its metadata, whatever it is registered for."""
+        if await in_background(is_safetensors_checkpoint, directory):
+            return await getattr(SafetensorsHandler(), name)(directory, *args)
+        return await getattr(handler, name)(self, directory, *args)
+
+    async def load(self: Any, directory: Any, abstract_checkpointable: Any = None) -> Any:
+        return await read("load", self, directory, abstract_checkpointable)
+
+    async def metadata(self: Any, directory: Any) -> Any:
+        return await read("metadata", self, directory)
+
     place = {"__module__": handler.__module__, "__qualname__": handler.__qualname__}
-    return type(handler.__name__, (handler,), {"save": save, "used_items": used, **place})
+    return type(
+        handler.__name__,
+        (handler,),
+        {"save": save, "load": load, "metadata": metadata, "used_items": used, **place},
+    )
 
 
 async def _save_reported(

@@ -333,5 +333,5 @@ def test_registry_needs_names():
         osl.handler_registry()
     for wrong in (["state"], ("state",), None, 5, b"state"):
         for function in (osl.handler_registry, osl.context):
-            with pytest.raises(ValueError, match="item_names must be strings"):
+            with pytest.raises(ValueError, match="item_names must be names of items"):
                 function(wrong)

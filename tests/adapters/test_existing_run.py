@@ -414,3 +414,58 @@ def test_two_processes(tmp_path, use_ocdbt):
     )
     assert results == [[True] * 4] * 2
     assert_same_bits(opened(tmp_path / "3" / "default")["w"], VALUES + 3)
+
+
+def test_what_this_package_saved_is_restored_under_a_slip_in_the_registered_name(tmp_path):
+    saved = {"w": VALUES}
+    with ocp.CheckpointManager(
+        tmp_path / "v0", handler_registry=osl.handler_registry("params", "params")
+    ) as manager:
+        manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(saved)))
+    with ocp.CheckpointManager(
+        tmp_path / "v0", handler_registry=osl.handler_registry("parms")
+    ) as manager:
+        args = ocp.args.Composite(params=ocp.args.StandardRestore({"w": VALUES}))
+        same(manager.restore(0, args=args).params, saved)
+    with osl.context("state"):
+        ocp_v1.save(tmp_path / "v1", saved)
+    with osl.context("stat") as slip, osl.context("other", base=slip):
+        same(ocp_v1.load(tmp_path / "v1"), saved)
+        same(ocp_v1.load_checkpointables(tmp_path / "v1", {"state": saved})["state"], saved)
+        assert ocp_v1.metadata(tmp_path / "v1").metadata["w"].shape == VALUES.shape
+
+
+@pytest.mark.parametrize(
+    ("save", "restore"),
+    [
+        (ocp.args.JsonSave({"position": 1}), ocp.args.JsonRestore()),
+        (ocp.args.ArraySave(VALUES), ocp.args.ArrayRestore()),
+    ],
+)
+def test_an_item_that_is_registered_and_is_no_tree_is_one_sentence(tmp_path, save, restore):
+    told = (
+        rf'^item "data" is registered as a tree, and {type(save).__name__} is not for trees\. Name'
+        r" only the items that are trees in `osl\.handler_registry`\.$"
+    )
+    params = ocp.args.StandardSave({"w": VALUES})
+    registry = osl.handler_registry("params", "data")
+    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:
+        with pytest.raises(osl.SafetensorsLayoutError, match=told):
+            manager.save(0, args=ocp.args.Composite(params=params, data=save))
+        assert manager.all_steps() == []
+    registry = osl.handler_registry("params")  # as the hint says
+    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:
+        manager.save(0, args=ocp.args.Composite(params=params, data=save))
+        restored = manager.restore(0, args=ocp.args.Composite(data=restore)).data
+    registry = osl.handler_registry("params", "data")
+    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:
+        with pytest.raises(osl.SafetensorsLayoutError, match=r"Restore.* is not for trees"):
+            manager.restore(0, args=ocp.args.Composite(data=restore))
+    same({"data": restored}, {"data": save.item})
+
+
+@pytest.mark.parametrize("make", [osl.context, osl.handler_registry])
+@pytest.mark.parametrize("names", [(), ("",), ("a/b",), (["a"],), (None,)])
+def test_names_of_items_are_checked(make, names):
+    with pytest.raises(ValueError, match=r"item_names must be names of items \("):
+        make(*names)
