@@ -458,9 +458,11 @@ def test_an_item_that_is_registered_and_is_no_tree_is_one_sentence(tmp_path, sav
         manager.save(0, args=ocp.args.Composite(params=params, data=save))
         restored = manager.restore(0, args=ocp.args.Composite(data=restore)).data
     registry = osl.handler_registry("params", "data")
-    with ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager:
-        with pytest.raises(osl.SafetensorsLayoutError, match=r"Restore.* is not for trees"):
-            manager.restore(0, args=ocp.args.Composite(data=restore))
+    with (
+        ocp.CheckpointManager(tmp_path / "run", handler_registry=registry) as manager,
+        pytest.raises(osl.SafetensorsLayoutError, match=r"Restore.* is not for trees"),
+    ):
+        manager.restore(0, args=ocp.args.Composite(data=restore))
     same({"data": restored}, {"data": save.item})
 
 
