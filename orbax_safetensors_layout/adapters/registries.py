@@ -41,9 +41,10 @@ def handler_registry(
     A pipeline's `StandardSave`, `StandardRestore`, `PyTreeSave` and `PyTreeRestore` calls work
     unchanged with it, and so do `restore(step)` without arguments and `item_metadata(step)`. Steps
     that Orbax saved before, in its own format, are restored as well. Other items keep Orbax's
-    handlers, and what this package saved is restored under any name. To save one before each registered item was saved or restored is a warning; it is an
-    error where no step can have the registered ones (`handler_registry("state")` and a manager
-    without named items, or `"default"` and one with them).
+    handlers, and what this package saved is restored under any name. To save one before each
+    registered item was saved or restored is a warning; it is an error where no step can have the
+    registered ones (`handler_registry("state")` and a manager without named items, or `"default"`
+    and one with them).
 
     Args:
         *item_names: The items; `"default"` is the one of a manager without named items.
