@@ -187,14 +187,27 @@ class Catalog:
     @property
     def names(self) -> Sequence[str]:
         """The names of the stored tensors: those of an index in its order, by all headers."""
-        self._read_all_names()
+        self.read_all_names()
         return tuple(self._file_of)
 
     def listed(self) -> Sequence[str]:
         """Return the names that are known without further headers, other names included."""
         return (*self._file_of, *self.other_names)
 
-    def _read_all_names(self) -> None:
+    def settle(self) -> None:
+        """Reads all headers if one that was read holds other tensors than the index says of it."""
+        if self._knows_all:
+            return
+        held = self._headers.fetched()
+        listed: dict[str, set[str]] = {file: set() for file in held}
+        for name, file in self._file_of.items():
+            if file in listed:
+                listed[file].add(name)
+        differing = (listed[file] ^ header.tensors.keys() for file, header in held.items())
+        if any(not name.endswith(ROTARY_BUFFER) for names in differing for name in names):
+            self.read_all_names()
+
+    def read_all_names(self) -> None:
         """Makes the tensors of the listed files those of the checkpoint, whatever is in an index.
 
         Without the rotary buffers that it leaves out.
@@ -255,7 +268,7 @@ class Catalog:
         names = list(dict.fromkeys(names))
         if self._pieces is None and (entries := self._entries(names)) is not None:
             return self._as_recorded(entries)
-        self._read_all_names()
+        self.read_all_names()
         missing = [name for name in names if name not in self]
         if missing:
             problems = [(f"Tensor '{name}' not found", name) for name in missing]

@@ -222,6 +222,7 @@ class SafetensorsReader:
         self.path, self.storage = self._catalog.path, self._catalog.storage
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
+            self._catalog.read_all_names()
             known = None if named_by is None else named_by.names_in(self._catalog)
             names = None if known is None else dict.fromkeys(known)
             self._sources = array_sources(self._catalog, mapping, names)

@@ -28,6 +28,7 @@ from orbax_safetensors_layout.catalog import (
     patterns_of,
 )
 from orbax_safetensors_layout.errors import MappingError, listed, pattern_of
+from orbax_safetensors_layout.format import TensorEntry
 from orbax_safetensors_layout.runtime import frozen_heap
 
 from .affine.binding import Binder, BoundMapping, LeafExpr, MatchedNames, Tie
@@ -210,8 +211,8 @@ class Mapping:
                 return Binder(self.rules, specs, leaves)
             return self.match(specs.names, leaves).binder(specs)
         with Catalog.open(checkpoint) as catalog:
-            matched = self.match(self.names_in(catalog), leaves)
-            return matched.binder(matched.described(catalog.entries(matched.needs())))
+            matched, entries = self.matched_entries(catalog, leaves)
+            return matched.binder(matched.described(entries))
 
     def match(self, names: Iterable[str], leaves: LeafShapes | None = None) -> MatchedNames:
         """Find the rule of each leaf of a checkpoint with tensors of these names; see `bind`."""
@@ -224,18 +225,39 @@ class Mapping:
         source = self._source.match(names, dict.fromkeys(matched.taken()))
         return matched._replace(source=source, unmade=[*every.unmade, *every.untaken()])
 
+    def matched_entries(
+        self, catalog: Catalog, leaves: LeafShapes | None, *, compares_shapes: bool = False
+    ) -> tuple[MatchedNames, dict[str, TensorEntry]]:
+        """Find the rule of each leaf, and the entries of the tensors that these rules take.
+
+        Only headers of files that hold one of them are read, unless one shows that an index does
+        not say what its files hold.
+        """
+        names = self.names_in(catalog)
+        matched = self.match(names, leaves)
+        entries = catalog.entries(matched.needs(), compares_shapes=compares_shapes)
+        catalog.settle()
+        if (settled := self.names_in(catalog)) != names:
+            matched = self.match(settled, leaves)
+            entries = catalog.entries(matched.needs(), compares_shapes=compares_shapes)
+        return matched, entries
+
     def names_in(self, catalog: Catalog) -> Sequence[str]:
-        """Return the names of a checkpoint's tensors; of several of one those that rules take."""
-        others = catalog.other_names
+        """Return the names of a checkpoint's tensors, of several of one those that rules take.
+
+        They are those that are known without further headers.
+        """
+        listed, others = catalog.listed(), catalog.other_names
         if not others:
-            return catalog.names
-        tree = NameTree([*catalog.names, *others])
+            return listed
+        tree = NameTree(listed)
         (*_, first) = self.chain()
         patterns = {pattern for rule in first.rules for pattern in rule.patterns()}
         taken = {name for pattern in patterns for name, _ in tree.match(pattern)}
         asked = [name for name in others if name in taken]
         doubled = {others[name] for name in asked} - taken
-        return [*(name for name in catalog.names if name not in doubled), *asked]
+        left_out = others.keys() | doubled
+        return [*(name for name in listed if name not in left_out), *asked]
 
     def leaf_names(self, names: Iterable[str]) -> list[str]:
         """Return the leaves that a checkpoint of tensors `names` gives, or that take no tensor."""

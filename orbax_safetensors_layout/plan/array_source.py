@@ -459,8 +459,8 @@ def array_sources(
         in_pieces = catalog if catalog.layout == "sharded" else None
         return {name: StoredSource(entry, in_pieces) for name, entry in entries.items()}
     check_mapping(mapping)
-    matched = mapping.match(mapping.names_in(catalog), names)
-    tensors = StoredTensors(catalog.entries(matched.needs(), compares_shapes=is_known), catalog)
+    matched, entries = mapping.matched_entries(catalog, names, compares_shapes=is_known)
+    tensors = StoredTensors(entries, catalog)
     try:
         with frozen_heap():  # the headers' entries, too
             bound = matched.bind(tensors.entries, tensors.pieces)

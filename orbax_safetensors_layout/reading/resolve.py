@@ -206,7 +206,7 @@ def _refuse_casts_of_codes(catalog: Catalog, leaves: Sequence[SourcedLeaf]) -> N
     def dtype_of(name: str) -> np.dtype:
         return catalog.entries([name])[name].dtype.numpy
 
-    refuse_casts_of_codes(casts(), catalog.names, dtype_of, hint, catalog.path)
+    refuse_casts_of_codes(casts(), catalog.listed(), dtype_of, hint, catalog.path)
 
 
 def _not_found(
