@@ -219,7 +219,7 @@ def convert(
         are_hf = all(reader.kind == "hf" for reader in readers)
         if are_hf and mapping is not None and inverse is None:
             arrays = arrays_of(rerooted(readers[0].tree, subtree))
-            inverse = readers[0].is_recorded and not mapping.match(arrays).taken()
+            inverse = readers[0].is_recorded and mapping.names_leaves(arrays)
         kind = format or ("orbax" if are_hf and not inverse else "hf")
         folder, remote = _target_folder(target, group, stack, overwrite=overwrite)
         copied = source_step.others if is_whole else []

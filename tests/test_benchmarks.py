@@ -88,3 +88,21 @@ def test_one_round_of_exchanges_makes_a_table(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         exchange.main()
     assert "| far:tiny:2 | 2.000 (3) | 1.000 (1) | 0.500 ± inf |" in capsys.readouterr().out
+
+
+def test_lines_for_frameworks(monkeypatch):
+    """The page's lines are read, and put below an import; a line that is not there is refused."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    frameworks = importlib.import_module("frameworks")
+    lines = frameworks.lines_of(frameworks.PAGE.read_text(encoding="utf-8"))
+    packages = {package for _, _, packages, _ in frameworks.RUNS.values() for package in packages}
+    assert {file.split("/")[0] for file in lines} == packages
+    source = (
+        '"""It."""\nfrom __future__ import annotations\nimport ocp\nmade = ocp.Context(\n    1\n)\n'
+    )
+    changed = frameworks.with_lines(source, lines["keras/src/callbacks/orbax_checkpoint.py"])
+    *_, imports, ocp, made = changed.splitlines()
+    assert imports.startswith("import orbax_safetensors_layout as osl")
+    assert (ocp, made) == ("import ocp", 'made = osl.context("pytree")')
+    with pytest.raises(SystemExit, match=r"ocp\.Context"):
+        frameworks.with_lines("import ocp\n", {"ocp.Context(...)": "osl.context('pytree')"})

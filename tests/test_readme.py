@@ -94,6 +94,14 @@ def test_the_readme_runs_again_and_goes_on_with_its_run(second, folder):
     test_the_readme_goes_from_hugging_face_to_a_run_and_back(second, folder)
 
 
+def test_a_run_of_nnx_goes_there_and_back(result, folder):
+    assert (folder / "nnx" / "2" / "default" / "model.safetensors").exists()
+    weights = [osl.load(folder / name) for name in ("nnx-1", "nnx-2")]
+    assert weights[0].keys() == weights[1].keys() == {"layers.0.weight", "layers.0.bias"}
+    for name, weight in weights[0].items():
+        np.testing.assert_array_equal(weight, weights[1][name])
+
+
 def test_names_of_the_package_exist():
     names = set(re.findall(r"\bosl\.(\w+)", EVERYTHING))
     assert names <= set(osl.__all__)

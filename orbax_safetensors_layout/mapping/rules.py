@@ -16,7 +16,7 @@ import os
 import pickle
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping as Dict, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping as Dict, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -213,6 +213,11 @@ class Mapping:
         with Catalog.open(checkpoint) as catalog:
             matched, entries = self.matched_entries(catalog, leaves)
             return matched.binder(matched.described(entries))
+
+    def names_leaves(self, names: Collection[str]) -> bool:
+        """Whether names are those of the leaves that rules make, not of the tensors they take."""
+        taken = len(self.match(names).taken())
+        return taken == 0 or sum(map(self.makes, names)) > taken
 
     def match(self, names: Iterable[str], leaves: LeafShapes | None = None) -> MatchedNames:
         """Find the rule of each leaf of a checkpoint with tensors of these names; see `bind`."""

@@ -191,6 +191,20 @@ def test_keywords_of_orbaxs_checkpointers(tmp_path, checkpointer):
     same(checkpointer.restore(tmp_path / "orbaxs", wide, strict=False), tree | {"w": padded})
 
 
+@pytest.mark.filterwarnings("ignore")  # of flax
+def test_flax_training_checkpoints(tmp_path):
+    checkpoints = pytest.importorskip("flax.training.checkpoints")
+    state = train_state()
+    for step in (1, 2, 3):
+        ours = ocp.Checkpointer(osl.SafetensorsLayout())
+        checkpoints.save_checkpoint(tmp_path, state, step, keep=2, orbax_checkpointer=ours)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_2", "checkpoint_3"}
+    assert (tmp_path / "checkpoint_3" / "model.safetensors").exists()
+    ours = ocp.Checkpointer(osl.SafetensorsLayout())
+    restored = checkpoints.restore_checkpoint(tmp_path, state, orbax_checkpointer=ours)
+    same(restored, state)
+
+
 @pytest.mark.parametrize("restore", [ocp.args.StandardRestore, ocp.args.PyTreeRestore])
 def test_a_train_state(tmp_path, checkpointer, restore):
     state = train_state()

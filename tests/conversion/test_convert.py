@@ -752,6 +752,25 @@ def test_a_bit_that_is_written_wrong_is_found(tmp_path, hf):
     assert bits(osl.load(tmp_path / "to")) == bits(osl.load(hf))
 
 
+def test_names_of_both_sides_leave_no_doubt_which_the_source_is(tmp_path):
+    """A bias has one name in the model and in the files; kernels have two."""
+    tree = {"up": {"kernel": random_tensor((8, 4), np.float32), "bias": np.ones(4, np.float32)}}
+    mapping = osl.Mapping(
+        [
+            osl.rule("{x}.kernel", osl.tensor("{x}.weight").transpose()),
+            osl.rule("{x}.bias", osl.tensor("{x}.bias")),
+        ]
+    )
+    osl.save(tmp_path / "saved", tree)
+    osl.convert(tmp_path / "saved", tmp_path / "files", mapping=mapping)
+    files = safetensors.numpy.load_file(tmp_path / "files" / "model.safetensors")
+    assert bits(files) == bits({"up.bias": tree["up"]["bias"], "up.weight": tree["up"]["kernel"].T})
+    osl.save(tmp_path / "named", files)  # recorded, and of the other side
+    osl.convert(tmp_path / "named", tmp_path / "model", mapping=mapping, format="hf")
+    model = osl.load(tmp_path / "model")
+    assert bits(model) == bits({f"up.{name}": leaf for name, leaf in tree["up"].items()})
+
+
 def test_leaves_that_take_no_array_of_an_orbax_source(tmp_path):
     save_standard(tmp_path / "stock", {"w": np.arange(6.0)})
     mapping = osl.Mapping(
