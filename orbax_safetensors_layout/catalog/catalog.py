@@ -194,7 +194,7 @@ class Catalog:
         """Return the names that are known without further headers, other names included."""
         return (*self._file_of, *self.other_names)
 
-    def settle(self) -> None:
+    def check_index(self) -> None:
         """Reads all headers if one that was read holds other tensors than the index says of it."""
         if self._knows_all:
             return

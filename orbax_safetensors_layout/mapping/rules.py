@@ -241,9 +241,9 @@ class Mapping:
         names = self.names_in(catalog)
         matched = self.match(names, leaves)
         entries = catalog.entries(matched.needs(), compares_shapes=compares_shapes)
-        catalog.settle()
-        if (settled := self.names_in(catalog)) != names:
-            matched = self.match(settled, leaves)
+        catalog.check_index()
+        if (held := self.names_in(catalog)) != names:
+            matched = self.match(held, leaves)
             entries = catalog.entries(matched.needs(), compares_shapes=compares_shapes)
         return matched, entries
 
