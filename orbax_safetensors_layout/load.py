@@ -49,6 +49,7 @@ from orbax_safetensors_layout.runtime import (
     ProcessGroup,
     ProgressReport,
     frozen_heap,
+    paused_collector,
     progress_callback,
 )
 from orbax_safetensors_layout.sharding import ProcessShards
@@ -461,7 +462,12 @@ def metadata(path: PathLike, *, mapping: Mapping | None = None) -> dict[str, Ten
         FormatError: A header or the index is malformed.
         MappingError: The mapping does not fit the checkpoint.
     """
-    with Catalog.open(path) as catalog:
+    with Catalog.open(path) as catalog, paused_collector():
+        if mapping is None:
+            return {
+                name: TensorMetadata(entry.shape, entry.dtype.numpy, entry.file, entry.nbytes)
+                for name, entry in catalog.all_entries().items()
+            }
         return {
             name: TensorMetadata(source.shape, source.dtype, source.file or "", source.nbytes)
             for name, source in array_sources(catalog, mapping).items()

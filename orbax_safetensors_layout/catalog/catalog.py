@@ -11,8 +11,7 @@ import copy
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from absl import logging
@@ -49,8 +48,8 @@ from orbax_safetensors_layout.format import (
     unboxed_aliases,
 )
 from orbax_safetensors_layout.geometry import Box
-from orbax_safetensors_layout.options import MIB, CacheFolder, RetryPolicy, storage_profile
-from orbax_safetensors_layout.runtime import Workers
+from orbax_safetensors_layout.options import CacheFolder, RetryPolicy, storage_profile
+from orbax_safetensors_layout.runtime import Workers, paused_collector
 from orbax_safetensors_layout.storage import (
     FIRST_READ_BYTES,
     Storage,
@@ -65,7 +64,6 @@ from .select import missing_names, select_names
 
 ROTARY_BUFFER = "rotary_emb.inv_freq"
 """The end of names of tensors that transformers saved until 4.31, and no program takes."""
-_LARGE_HEADER_BYTES = 8 * MIB
 _OF_PIECES = {SAVE_ID, *DCP_KEYS}  # keys of metadata that speak of the files as they are
 _BYTES = frozenset(dtype.code for dtype in ONE_A_BYTE.values())
 
@@ -283,13 +281,15 @@ class Catalog:
 
     def _entries(self, names: Sequence[str]) -> dict[str, TensorEntry] | None:
         """Return the entries of tensors, None where one is not in the file that is known for it."""
-        stored = {name: self.other_names.get(name, name) for name in names}
-        if not self._file_of.keys() >= {*stored.values()}:
-            return None
-        headers = self._headers.fetch(sorted({self._file_of[name] for name in stored.values()}))
+        stored = [self.other_names.get(name, name) for name in names]
+        files = [self._file_of.get(name) for name in stored]
+        headers = self._headers.fetch(sorted({file for file in files if file is not None}))
         self._refuse_parts(headers)
-        held = {n: headers[self._file_of[s]].tensors.get(s) for n, s in stored.items()}
-        entries = {name: entry for name, entry in held.items() if entry is not None}
+        entries = {
+            name: entry
+            for name, held, file in zip(names, stored, files, strict=True)
+            if file is not None and (entry := headers[file].tensors.get(held))
+        }
         entries |= {n: entries[n]._replace(name=n) for n in entries.keys() & self.other_names}
         return entries if len(entries) == len(names) else None
 
@@ -353,7 +353,7 @@ class Catalog:
 
     def _as_recorded(self, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Gives sub-byte elements that are stored one a byte the manifest's dtype."""
-        if all(entry.dtype.code not in _BYTES for entry in entries.values()):
+        if _BYTES.isdisjoint([entry.dtype.code for entry in entries.values()]):
             return entries  # the manifest has nothing to say of other dtypes
         manifest = self.manifest() or self._manifest_beside()
         return entries if manifest is None else as_recorded(entries, manifest, self._manifest_file)
@@ -476,12 +476,13 @@ def _file_of(
     file_of: dict[str, str] = {}
     repeated: dict[str, str] = {}
     for file, header in headers.items():
-        for name in header.tensors:
-            other = file_of.setdefault(name, file)
-            if indexed.get(name) == file:
-                file_of[name] = file
-            elif other not in (file, indexed.get(name)):
-                repeated[name] = file
+        held = dict.fromkeys(header.tensors, file)
+        for name in sorted(file_of.keys() & held.keys()):
+            if indexed.get(name) != file:
+                held[name] = file_of[name]
+                if file_of[name] != indexed.get(name):
+                    repeated[name] = file
+        file_of |= held
     repeated = {name: file for name, file in repeated.items() if indexed.get(name) != file_of[name]}
     if repeated:
         name = next(iter(repeated))
@@ -499,18 +500,12 @@ def _file_of(
 
 
 class HeaderCache:
-    """Headers of files, each fetched when it is first asked for. Safe to use from many threads.
-
-    One thread at a time holds a large header, and none after one that was refused: a header of
-    100 MB takes 200 to 600 MB while it is parsed, and seconds under Python's lock.
-    """
+    """Headers of files, each fetched when it is first asked for. Safe to use from many threads."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._headers: dict[str, Header] = {}
         self._lock = threading.Lock()
-        self._large_lock = threading.Lock()
-        self._refused: Exception | None = None
 
     def fetch(self, files: Sequence[str]) -> dict[str, Header]:
         """Return the headers of some files."""
@@ -533,7 +528,6 @@ class HeaderCache:
             self._read_all([file for file in files if file not in self._headers], look)
 
     def _read_all(self, files: Sequence[str], take: Callable[[str, Header], None]) -> None:
-        self._refused = None
         if len(files) == 1:
             self._read(files[0], take)
         elif files:
@@ -544,36 +538,19 @@ class HeaderCache:
                 workers.join()
 
     def _read(self, file: str, take: Callable[[str, Header], None]) -> None:
-        take(file, read_header(self._storage, file, large=self._large()))
-
-    @contextlib.contextmanager
-    def _large(self) -> Iterator[None]:
-        with self._large_lock:
-            if self._refused is not None:
-                raise self._refused
-            try:
-                yield
-            except Exception as error:
-                self._refused = error
-                raise
+        take(file, read_header(self._storage, file))
 
 
-def read_header(
-    storage: Storage,
-    file: str,
-    *,
-    on_error: OnError = raise_error,
-    large: AbstractContextManager[object] | None = None,
-) -> Header:
+def read_header(storage: Storage, file: str, *, on_error: OnError = raise_error) -> Header:
     """Fetches and parses a file's header, in one request unless it is longer than 256 KiB.
 
-    `large` is entered while a large one is read; for `on_error` see `parse_header`.
+    For `on_error` see `parse_header`.
     """
     file_size = storage.size(file)
     data = read_range(storage, file, 0, min(file_size, FIRST_READ_BYTES))
     length = header_length(data[:PREFIX_BYTES], file=file, file_size=file_size)
-    with large if large and length > _LARGE_HEADER_BYTES else contextlib.nullcontext():
-        header = data[PREFIX_BYTES : PREFIX_BYTES + length]
-        if len(header) < length:
-            header += read_range(storage, file, len(data), length - len(header))
+    header = data[PREFIX_BYTES : PREFIX_BYTES + length]
+    if len(header) < length:
+        header += read_range(storage, file, len(data), length - len(header))
+    with paused_collector():
         return parse_header(header, file=file, file_size=file_size, on_error=on_error)

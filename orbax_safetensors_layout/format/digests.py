@@ -14,15 +14,14 @@ from typing import TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from . import strict_json
 from .index import check_file_name
 from .schema import Schema, short_repr
+from .strict_json import parse_object
 
 DIGESTS = "orbax_safetensors_layout.digests.json"
 
 _VERSION_KEY, _VERSION = "orbax_safetensors_layout_digests", 1
 _ALGORITHM = "crc32"  # that of ranges gives that of the file; it detects damage, not forgery
-_MEMBERS = (_VERSION_KEY, "algorithm", "files")
 _POLYNOMIAL = 0xEDB88320
 _UNIT = 1 << 31  # the polynomial 1: CRC-32 has its bits in reverse
 _HEX = re.compile(r"[0-9a-f]{8}")
@@ -112,22 +111,16 @@ def dump_digests(files: Mapping[str, int]) -> bytes:
 def parse_digests(data: bytes, *, file: str) -> dict[str, int]:
     """Return the CRC-32 of each file, from the bytes of `file`."""
     schema = Schema(file)
-    document: dict[str, object] = {}
-    digests: dict[str, str] = {}
     with schema.parsing("the list of checksums"):
-        for outer, key, value in strict_json.members(data.decode().lstrip(" \t\n\r"), ("files",)):
-            if outer is not None:
-                digests[key] = value if isinstance(value, str) else short_repr(value)
-            else:
-                document[key] = value if key in _MEMBERS else None
+        document = parse_object(data.decode())
     version = (document.get(_VERSION_KEY), document.get("algorithm"))
     if version != (_VERSION, _ALGORITHM):
         schema.raise_error(
             "digests of another version", (_VERSION, _ALGORITHM), short_repr(version)
         )
-    schema.members(document.get("files"), "files")
+    digests = schema.members(document.get("files"), "files")
     for name, digest in digests.items():
         check_file_name(name, schema, end="")
-        if not _HEX.fullmatch(digest):
+        if not isinstance(digest, str) or not _HEX.fullmatch(digest):
             schema.raise_error("malformed digest", "8 hexadecimal digits", short_repr(digest))
-    return {name: int(digest, 16) for name, digest in digests.items()}
+    return {name: int(str(digest), 16) for name, digest in digests.items()}

@@ -7,8 +7,8 @@ import re
 
 from orbax_safetensors_layout.errors import InvalidIndexError
 
-from . import strict_json
-from .schema import Schema
+from .schema import Schema, short_repr
+from .strict_json import parse_object
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -33,35 +33,26 @@ class WeightIndex:
 def parse_index(data: bytes, *, file: str) -> WeightIndex:
     """Parses and validates an index, whose files may be in or below its folder alone."""
     schema = Schema(file, InvalidIndexError)
-    kind: type | None = None  # of the weight map
-    metadata: object = None
-    names: dict[str, str] = {}  # one string object per file, not one per tensor
-    weight_map: dict[str, str] = {}
     with schema.parsing("the index"):
-        text = data.decode().lstrip(" \t\n\r")
-        for outer, key, value in strict_json.members(text, ("weight_map",)):
-            strict_json.refuse_lone_surrogate(key)
-            if outer is not None:
-                weight_map[key] = _file_name(key, value, names, schema)
-                continue
-            plain = strict_json.plain(value)  # other members are checked, and not kept
-            if key == "weight_map":
-                kind = type(value)
-            elif key == "metadata":
-                metadata = plain
-    if kind is not tuple:
-        found = "nothing" if kind is None or kind is type(None) else kind.__name__
+        document = parse_object(data.decode())
+    if not isinstance(document.get("weight_map"), dict):
+        found = type(document.get("weight_map")).__name__ if "weight_map" in document else "nothing"
         expected = "an object 'weight_map' of tensor names to file names"
         schema.raise_error("the index has no weight_map", expected, found)
+    metadata = document.get("metadata")
     if not isinstance(metadata, dict | None):
         schema.raise_error("malformed metadata", "an object", type(metadata).__name__)
+    names: dict[str, str] = {}  # one string object per file, not one per tensor
+    weight_map = {
+        tensor: _file_name(tensor, name, names, schema)
+        for tensor, name in document["weight_map"].items()
+    }
     return WeightIndex(weight_map, metadata or {})
 
 
 def _file_name(tensor: str, name: object, names: dict[str, str], schema: Schema) -> str:
     if not isinstance(name, str):
-        found = repr(strict_json.plain(name))[:80]
-        schema.raise_error("malformed weight_map", "a file name", found, tensor)
+        schema.raise_error("malformed weight_map", "a file name", short_repr(name), tensor)
     if name not in names:
         plain = re.sub(r"^(\./)+", "", name)
         check_file_name(plain, schema, tensor)

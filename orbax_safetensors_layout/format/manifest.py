@@ -10,10 +10,10 @@ from typing import Literal, TypeAlias
 
 from orbax_safetensors_layout.errors import InvalidManifestError
 
-from . import strict_json
 from .dtypes import ONE_A_BYTE, DType
 from .pieces import StoredPieces, dump_pieces, parse_pieces, piece_name
 from .schema import Schema, short_repr
+from .strict_json import JsonError, parse_object
 from .tree import Node, TensorLeaf, ValueLeaf, dump_tree, leaf_names, leaves, parse_tree
 
 MANIFEST = "orbax_safetensors_layout.json"
@@ -138,12 +138,7 @@ def parse_manifest(data: bytes, *, file: str) -> Manifest:
 
 
 def _document(text: str, schema: Schema) -> dict[str, object]:
-    document: dict[str, object] = {}
-    look_closely = strict_json.has_surrogate_escape(text)
-    for _, key, value in strict_json.members(text.lstrip(" \t\n\r"), longest=strict_json.UNBOUNDED):
-        if look_closely:
-            strict_json.plain(value)  # refuses lone surrogates
-        document[key] = value
+    document = parse_object(text)
     version = document.get(_VERSION_KEY)
     if type(version) is not int or version < 1:
         problem = f"malformed version {_VERSION_KEY!r}"
@@ -178,7 +173,7 @@ def _parse(document: dict[str, object], schema: Schema) -> Manifest:
         schema.raise_error("layout and pieces do not fit", expected, found)
     if tree is not None and pieces is not None:
         _check_stored(tree, pieces, schema)
-    metadata = schema.members(document.get("metadata", ()), "metadata")
+    metadata = schema.members(document.get("metadata", {}), "metadata")
     return Manifest(
         layout,
         tree,
@@ -239,7 +234,7 @@ def _part(raw: object, schema: Schema) -> SpecPart:
         return None
     if isinstance(raw, list):
         return schema.texts(raw, "spec")
-    if raw == ((UNCONSTRAINED.value, True),):
+    if raw == {UNCONSTRAINED.value: True}:
         return UNCONSTRAINED
     return schema.text(raw, "spec")
 
@@ -261,18 +256,16 @@ def _check_stored(tree: Node, pieces: StoredPieces, schema: Schema) -> None:
 
 def _dump_custom(custom: object) -> dict[str, object]:
     """The custom metadata as it is, or as text where it is JSON to Python alone, as NaN is."""
-    text = json.dumps({"custom": custom})
     try:
-        for _, _, value in strict_json.members(text, longest=strict_json.UNBOUNDED):
-            strict_json.plain(value)  # refuses what it could not be read from
-    except strict_json.JsonError:
+        parse_object(json.dumps({"custom": custom}))
+    except JsonError:
         return {"custom_text": json.dumps(custom)}
     return {"custom": custom}
 
 
 def _parse_custom(document: dict[str, object], schema: Schema) -> object:
     if "custom_text" not in document:
-        return strict_json.plain(document.get("custom"))
+        return document.get("custom")
     text = schema.text(document["custom_text"], "custom_text")
     try:
         return json.loads(text)

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from orbax_safetensors_layout.errors import InvalidHeaderError, InvalidIndexError, listed
 from orbax_safetensors_layout.geometry import Box, cover
 
-from . import strict_json
 from .dtypes import dtype_from_code
 from .header import Header, TensorEntry
 from .index import check_file_name
 from .schema import Schema, short_repr
+from .strict_json import parse_object
 
 _MOST_CORNERS = 1 << 21
 _MIXED = "Files of two saves may be mixed in it."
@@ -184,7 +184,7 @@ def _offsets(file: str, header: Header) -> Iterator[tuple[TensorEntry, tuple[int
     info: dict[str, object] = {}
     if text is not None:
         with schema.parsing(DCP_OFFSETS):
-            info = {name: value for _, name, value in strict_json.members(text)}
+            info = parse_object(text)
     for name, entry in header.tensors.items():
         start = (0,) * len(entry.shape)
         if text is not None:

@@ -306,8 +306,8 @@ class _NodeParser:
     def _scalar(self, raw: object, depth: int = 0) -> Key:
         if raw is None or isinstance(raw, str | bool | int | float):
             return raw
-        if isinstance(raw, tuple) and len(raw) == 1:
-            ((kind, inner),) = raw
+        if isinstance(raw, dict) and len(raw) == 1:
+            ((kind, inner),) = raw.items()
             if kind == "tuple" and isinstance(inner, list) and depth < _MAX_KEY_DEPTH:
                 return tuple(self._scalar(item, depth + 1) for item in inner)
             if kind == "float" and inner in ("nan", "inf", "-inf"):

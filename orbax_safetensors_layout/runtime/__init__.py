@@ -1,7 +1,7 @@
 """Threads, memory and processes: task pools, budgets, process groups, progress."""
 
 from .cancellation import Cancellation, interrupt_when_cancelled
-from .gc import frozen_heap
+from .gc import frozen_heap, paused_collector
 from .memory import (
     DIRECT_CHUNK_BYTES,
     SLOT_ALIGNMENT,

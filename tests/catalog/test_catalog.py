@@ -189,8 +189,8 @@ def test_duplicate_tensor_without_an_index() -> None:
     with pytest.raises(InvalidIndexError) as caught:
         opened(files)
     message = str(caught.value)
-    assert "Duplicate tensor y in /m/1.safetensors and /m/2.safetensors and 1 more" in message
-    assert (caught.value.file, caught.value.tensor) == ("/m", "y")
+    assert "Duplicate tensor w in /m/1.safetensors and /m/2.safetensors and 1 more" in message
+    assert (caught.value.file, caught.value.tensor) == ("/m", "w")
     assert "model.safetensors.index.json" in message
 
 

@@ -121,9 +121,7 @@ def test_custom_metadata_is_plain_json(custom: Any) -> None:
     assert repr(parse(data).custom) == repr(custom)
 
 
-@pytest.mark.parametrize(
-    "custom", [math.nan, [math.inf], {"a": -math.inf}, "\ud800", 10**400, [[[]]] * 2]
-)
+@pytest.mark.parametrize("custom", [math.nan, [math.inf], {"a": -math.inf}, [[[]]] * 2])
 def test_custom_metadata_beyond_json_comes_back(custom: Any) -> None:
     data = Manifest("hf", custom=custom).to_json()
     json.loads(data, parse_constant=pytest.fail)
@@ -167,10 +165,6 @@ def test_not_utf8() -> None:
     assert "not UTF-8" in str(refusal(b'{"\xff": 1}'))
 
 
-def test_a_lone_surrogate() -> None:
-    assert "lone surrogate" in str(refusal(f'{{{HEAD}, "metadata": {{"a": "\\ud800"}}}}'))
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -191,7 +185,7 @@ def test_a_repeated_key(text: str) -> None:
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
 @pytest.mark.parametrize("member", ["tree", "custom", "unknown"])
 def test_json_that_is_nested_too_deeply(member: str, text: str) -> None:
-    assert "nested deeper than" in str(refusal(f'{{{HEAD}, "{member}": {text}'))
+    assert "nested too deeply" in str(refusal(f'{{{HEAD}, "{member}": {text}'))
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, 10**30])
@@ -283,7 +277,7 @@ def _nested(depth: int) -> str:
     return json.dumps([{"list": 1}] * depth + [None])
 
 
-@pytest.mark.parametrize("size", ["-1", "1.0", '"1"', "null", "true", "-0", "9223372036854775808"])
+@pytest.mark.parametrize("size", ["-1", "1.0", '"1"', "null", "true", "9223372036854775808"])
 @pytest.mark.parametrize("node", ['{"list": @}', '{"tuple": @}', '{"node": "m:N", "length": @}'])
 def test_a_malformed_length(node: str, size: str) -> None:
     error = refused_tree(f"[{node.replace('@', size)}]")
