@@ -26,17 +26,11 @@ texts without secrets, and long lists shortened.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
-import functools
-import html
 import itertools
 import os
 import re
-import threading
-import urllib.parse
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -272,95 +266,6 @@ def redact(text: str) -> str:
     """
     text = _QUERY.sub("", redact_urls(text))
     return _SECRET.sub(lambda match: match["name"] + "***", text)
-
-
-_PUBLIC_HEADERS = frozenset(["accept", "accept-encoding", "range", "user-agent"])
-_LONGEST_RUN, _SHORTEST_RUN, _SHORTEST_SECRET = 8, 4, 3  # letters and digits
-_MOST_REDACTED = 2_000  # characters of a text; what follows is left out
-
-
-class Sent:
-    """Secrets that requests send, to remove from what servers say. Thread-safe.
-
-    A text reveals a secret if it shares 8 letters or digits in a row with it, or half of a short
-    one: in any case and quoting, with any signs between, in hexadecimal or base64.
-    """
-
-    def __init__(self, secrets: Iterable[str] = ()) -> None:
-        self._lock = threading.Lock()
-        self._requests: set[tuple[str, ...]] = set()
-        self._secrets = set(secrets)
-
-    def add(self, url: str, headers: Mapping[str, str]) -> None:
-        """Adds a request: all after the host of its URL, and all but common headers, is secret."""
-        values = [v for name, v in headers.items() if name.lower() not in _PUBLIC_HEADERS]
-        request = (url, *values)
-        if request in self._requests:
-            return
-        parts = urllib.parse.urlsplit(url)
-        secrets = [parts.path, parts.netloc.rpartition("@")[0], parts.password or ""]
-        secrets += [pair.partition("=")[2] or pair for pair in parts.query.split("&")]
-        for value in values:
-            scheme, _, word = value.partition(" ")
-            secrets += [word or value, *(_login(word) if scheme.lower() == "basic" else ())]
-        with self._lock:
-            self._secrets.update(secrets)
-            self._requests.add(request)
-
-    def redact(self, text: str) -> str:
-        """Return a text without what `redact` removes, nor the words that reveal a secret."""
-        return redact(self.redact_sent(text[:_MOST_REDACTED]))
-
-    def redact_sent(self, text: str) -> str:
-        """Return a text without the words that reveal a secret, and all between two of them."""
-        decoded = _decoded(text)
-        places = [place for place, sign in enumerate(decoded) if sign.isalnum()]
-        letters = _letters(decoded)
-        with self._lock:
-            secrets = [*self._secrets]
-        shared = {run for secret in secrets for run in _runs(secret) if run in letters}
-        if not shared:
-            return text
-        first = places[min(map(letters.find, shared))]
-        last = places[max(letters.rfind(run) + len(run) for run in shared) - 1]
-        before = re.sub(r"[^\s<>\"]*$", "", decoded[:first])
-        after = re.sub(r"^[^\s<>\"]*", "", decoded[last:])
-        return f"{before}***{after}"
-
-
-def _decoded(text: str) -> str:
-    for _ in range(3):
-        text = html.unescape(urllib.parse.unquote(text))
-    return text
-
-
-def _letters(text: str) -> str:
-    return "".join(sign.lower()[0] for sign in text if sign.isalnum())
-
-
-@functools.lru_cache(4096)
-def _runs(secret: str) -> tuple[str, ...]:
-    """Return the runs of letters and digits that reveal a secret, in all its usual forms."""
-    if len(secret) < _SHORTEST_SECRET:
-        return ()
-    data = secret.encode(errors="replace")
-    shifted = [base64.b64encode(b" " * shift + data).decode() for shift in range(3)]
-    forms = {secret, _decoded(secret), data.decode("latin-1"), data.hex(), *shifted}
-    runs: set[str] = set()
-    for form in map(_letters, forms):
-        size = min(_LONGEST_RUN, max(_SHORTEST_RUN, len(form) // 2), len(form))
-        if size >= _SHORTEST_SECRET:
-            runs.update(form[at : at + size] for at in range(len(form) - size + 1))
-    return tuple(runs)
-
-
-def _login(word: str) -> list[str]:
-    """Return "user:password" and the password of an `Authorization: Basic` header."""
-    try:
-        login = base64.b64decode(word).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        return []
-    return [login, login.partition(":")[2]]
 
 
 _MOST_LINES = 20  # of a message, about; further ones are counted

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import configparser
-import contextlib
 import datetime
-import json
 import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from orbax_safetensors_layout.errors import Sent, StorageError, redact_urls
+from orbax_safetensors_layout.errors import StorageError, redact, redact_urls
 from orbax_safetensors_layout.options import RetryPolicy
 
 from .retry import Failure, is_transient_status
@@ -36,15 +32,7 @@ _LASTING = (
 )
 _STATUS = re.compile(r"status code: (\d{3})")
 _METADATA_HOST = "169.254."  # asked for credentials where there are no others
-_LONGEST_CAUSE = 400
 _MOST_CONNECT_SECONDS = 10.0
-_CREDENTIAL = re.compile(r"key|token|secret|password|connection_string", re.I)
-_OF_OBSTORE = re.compile(r"(aws|azure|google|service)_", re.I)
-_NAMES_A_FILE = re.compile(r"(token_file|application_credentials|service_account(_path)?)$", re.I)
-_GOOGLE_FILE = "~/.config/gcloud/application_default_credentials.json"
-_OPAQUE = re.compile(  # as the tokens that a service gives to a client
-    r"(?<![^\s<>\"'=,(])(?=\S*[a-z])(?=\S*[A-Z])(?=\S*[0-9])[\w+=~-][\w/+=.~-]{31,}"
-)
 _KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _VARIABLES = {
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
@@ -156,46 +144,26 @@ def classify(error: Exception) -> Failure | None:
     """Return the meaning of a client's error; None for any other error."""
     if not isinstance(error, exceptions.BaseError | OSError | ValueError):
         return None
-    text, full_text = describe(error), str(error)
-    status = _STATUS.search(full_text)
+    text = str(error)
+    status = _STATUS.search(text)
     passing = not isinstance(error, _LASTING)
     if status:
         passing = passing and is_transient_status(int(status[1]))
-    if _METADATA_HOST in full_text:
+    words = describe(error)
+    if _METADATA_HOST in text:
         passing = passing and status is not None
-        text = f"no credentials in the environment, and {text}"
-    return Failure(text, transient=passing)
+        words = f"no credentials in the environment, and {words}"
+    failure = Failure(words, transient=passing)
+    failure.__cause__ = Failure(_said(error))
+    return failure
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's text without credentials, and without what obstore adds for debugging."""
-    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
-    text = _OPAQUE.sub("***", Sent(_credentials()).redact(text))
-    return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]}…"
+    """Return the status that a store answered with, or else the client's own words."""
+    status = _STATUS.search(str(error))
+    return f"status {status[1]}" if status else redact(_said(error))
 
 
-def _credentials() -> Iterator[str]:
-    """Yields what a client may send: of variables, of files that they name, and of the home."""
-    files = [_GOOGLE_FILE]
-    for name, value in os.environ.items():
-        if "://" in value:  # an endpoint or a proxy, with a user's name and password
-            yield value.partition("://")[2].partition("/")[0].rpartition("@")[0]
-        if _OF_OBSTORE.match(name) and _NAMES_A_FILE.search(name):
-            files.append(value)
-        elif _OF_OBSTORE.match(name) and _CREDENTIAL.search(name):
-            yield from _values(value)
-    for file in files:
-        with contextlib.suppress(OSError, ValueError):
-            yield from _values(Path(os.path.expanduser(file)).read_text())
-    with contextlib.suppress(OSError, ValueError):
-        yield from (value for name, value in _amazon_files().items() if name in _KEYS)
-
-
-def _values(text: str) -> list[str]:
-    """Return a text, or where it is a JSON object the credentials in it; no URLs of services."""
-    try:
-        fields = dict(json.loads(text))
-    except (ValueError, TypeError):
-        fields = {"key": text}
-    values = [str(value) for name, value in fields.items() if _CREDENTIAL.search(str(name))]
-    return [value for value in values if not value.startswith("http")]
+def _said(error: BaseException) -> str:
+    """Return an error's text without what obstore adds for debugging."""
+    return " ".join(str(error).partition("\n\nDebug source")[0].split())

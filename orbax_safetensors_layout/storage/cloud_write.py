@@ -25,7 +25,6 @@ from .buffers import transfer
 from .cloud_client import classify, describe
 from .local_file import storage_errors
 from .local_write import write_fully
-from .retry import Failure
 
 PARTS_AT_ONCE = 4  # of one object, on their way together; one more is being filled
 HELD_BYTES = 32 * MIB  # of one object, waiting in memory for their turn
@@ -201,10 +200,11 @@ class CloudFileWriter:
 
     def _explained(self, error: BaseException) -> StorageError:
         failure = classify(error) if isinstance(error, Exception) else None
-        cause = None if failure is None else failure.cause
-        problem = "the upload was given up" if cause is None else "writing failed"
-        explained = StorageError(problem, file=self.file, found=cause)
-        explained.__cause__ = error if cause is None else Failure(cause)
+        if failure is None:
+            explained = StorageError("the upload was given up", file=self.file)
+        else:
+            explained = StorageError("writing failed", file=self.file, found=failure.cause)
+        explained.__cause__ = failure or error
         return explained
 
     def _check(self) -> None:

@@ -29,7 +29,6 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 from urllib3.util import parse_url
 
-from orbax_safetensors_layout.errors import Sent
 from orbax_safetensors_layout.options import KIB
 
 from .base import Buffer
@@ -173,11 +172,10 @@ class Connections:
 
     Proxies are those of the environment (`https_proxy`, `no_proxy`), certificates those of the
     system or of `SSL_CERT_FILE`. An answer may take `seconds`; its body longer, at 16 KiB a second
-    or more. No error may show what is `sent`.
+    or more.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.sent = Sent()
         self._timeout = Timeout(connect=min(seconds, _CONNECT_SECONDS), read=seconds)
         self._lock = threading.Lock()
         self._pools: dict[Origin, HTTPConnectionPool] = {}
@@ -220,7 +218,6 @@ class Connections:
 
     def _send(self, origin: Origin, url: str, headers: Mapping[str, str]) -> Any:
         """Returns urllib3's response; on a new connection where the server closed kept ones."""
-        self.sent.add(url, headers)
         parts = urllib.parse.urlsplit(url)._replace(netloc=_netloc(origin), fragment="")
         _thread.connections = self
         try:
@@ -229,7 +226,6 @@ class Connections:
                 try:
                     pool = self._pool(origin)
                     whole = parse_url(parts.geturl())  # quotes what must be
-                    self.sent.add(whole.url, headers)
                     is_forwarded = pool.proxy is not None and origin.scheme == "http"
                     target = whole.url if is_forwarded else whole.request_uri
                     return pool.urlopen("GET", target, headers=dict(headers), **_AS_IT_COMES)
@@ -251,7 +247,6 @@ class Connections:
                 manager = PoolManager(**options)
                 if proxy is not None:
                     login = basic_login("Proxy-Authorization", proxy)
-                    self.sent.add(proxy.geturl(), login)
                     address = proxy._replace(netloc=proxy.netloc.rpartition("@")[2]).geturl()
                     manager = ProxyManager(address, proxy_headers=login, **options)
                 pool = manager.connection_from_host(origin.host, origin.port, origin.scheme)

@@ -19,7 +19,6 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from orbax_safetensors_layout.errors import (
     CheckpointNotFoundError,
     FormatError,
-    Sent,
     StorageError,
     redact_urls,
 )
@@ -28,8 +27,8 @@ from orbax_safetensors_layout.options import RetryPolicy
 
 from .base import NewFolder, Rank
 from .http import Origin
-from .remote import MOST_QUOTED, AccessDenied, FileAddress, RemoteStorage
-from .retry import Failure, is_transient_status, retry_after_seconds, within
+from .remote import AccessDenied, FileAddress, RemoteStorage
+from .retry import Failure, is_transient_status, retry_after_seconds, within, words_of
 
 _PATH = re.compile(
     r"(?P<root>hf://((?P<type>model|dataset|space)s/)?(?P<repo>[^/@:]+/[^/@:]+|[^/@:]+(?=@|/?$))"
@@ -43,7 +42,6 @@ class _Snapshot(NamedTuple):
     """A repository at one commit."""
 
     commit: str
-    shown_commit: str  # as errors may show it
     modified_seconds: float
     files: dict[str, tuple[int | None, str]]
     """By path: size if it is listed, and SHA-256 if the hub keeps the file outside git."""
@@ -100,7 +98,6 @@ class HubStorage(RemoteStorage):
 
     def _changing(self, call: Callable[[], Any], doing: str) -> Any:
         """Makes a call of `huggingface_hub` that writes, again where that may help."""
-        self._connections.sent.add(self._endpoint, build_hf_headers(library_name=_LIBRARY))
 
         def attempt() -> Any:
             try:
@@ -112,9 +109,9 @@ class HubStorage(RemoteStorage):
                 while cause.__cause__ is not None and not isinstance(cause, errors.HfHubHTTPError):
                     cause = cause.__cause__
                 if isinstance(cause, errors.HfHubHTTPError):
-                    raise self._explained(cause, "write to") from None
+                    raise self._explained(cause, "write to") from _said(cause)
                 is_late = isinstance(cause, TimeoutError)  # by `within`
-                raise Failure(f"{type(cause).__name__}: {cause}", transient=is_late) from None
+                raise Failure(words_of(cause), transient=is_late) from Failure(str(cause))
 
         return self._retrier.run(attempt, doing, self._root)
 
@@ -134,7 +131,7 @@ class HubStorage(RemoteStorage):
     def _address(self, file: str) -> FileAddress:
         snapshot, name = self._snapshot(), self._within(file)
         if name not in snapshot.files:
-            found = f"commit {snapshot.shown_commit} of {self._root}, without it"
+            found = f"commit {snapshot.commit} of {self._root}, without it"
             raise CheckpointNotFoundError("no such file", file=file, found=found)
         if constants.HF_HUB_OFFLINE:
             raise self._offline()
@@ -171,7 +168,6 @@ class HubStorage(RemoteStorage):
         with self._listing:
             if self._listed is None:
                 seconds = self._retrier.policy.attempt_seconds
-                self._connections.sent.add(self._endpoint, build_hf_headers(library_name=_LIBRARY))
                 ask = functools.partial(within, seconds, lambda: self._ask(seconds))
                 self._listed = self._retrier.run(ask, "listing the repository", self._root)
             return self._listed
@@ -201,36 +197,32 @@ class HubStorage(RemoteStorage):
             modified = info.last_modified.timestamp() if info.last_modified else 0.0
             return self._checked(info.sha or "", modified, files)
         except errors.HfHubHTTPError as error:
-            raise self._explained(error) from None
+            raise self._explained(error) from _said(error)
         except errors.OfflineModeIsEnabled:
             raise self._offline() from None
         except errors.HFValidationError as error:
             raise StorageError("cannot open the path", file=self._root, found=error) from None
         except Exception as error:
-            raise Failure(f"{type(error).__name__}: {error}") from None
+            raise Failure(words_of(error)) from Failure(str(error))
 
     def _checked(self, commit: object, modified: float, files: Sequence[Any]) -> _Snapshot:
-        """Return a listing, no name of which reveals the token; raises where it is malformed."""
-        schema, sent = Schema(self._root, FormatError), Sent()
-        sent.add("", build_hf_headers(library_name=_LIBRARY))
+        """Return a listing; raises where it is malformed."""
+        schema = Schema(self._root, FormatError)
         names = schema.texts([commit, *(file.rfilename for file in files)], "name")
         digests = schema.texts([getattr(file.lfs, "sha256", "") or "" for file in files], "digest")
         sizes = [None if file.size is None else schema.size(file.size, "size") for file in files]
         "".join(names).encode()  # raises for lone surrogates
-        shown_commit, *paths = map(sent.redact_sent, names)
-        entries = dict(zip(paths, zip(sizes, digests, strict=True), strict=True))
-        return _Snapshot(names[0], shown_commit, modified, entries)
+        entries = dict(zip(names[1:], zip(sizes, digests, strict=True), strict=True))
+        return _Snapshot(names[0], modified, entries)
 
     def _explained(self, error: errors.HfHubHTTPError, right: str = "read") -> Exception:
         status, headers = error.response.status_code, error.response.headers
         root, found = self._root, f"status {status}"
         is_gated = isinstance(error, errors.GatedRepoError)
-        if message := str(error.server_message or ""):
-            found += f": {self._connections.sent.redact(message)[:MOST_QUOTED]}"
         if is_gated or status == 403:
             hint = self._hint(headers.get("X-Error-Code"), right)
-            if message and not is_gated:  # as of a quota
-                hint = f"Do as the hub says, or {hint[0].lower()}{hint[1:]}"
+            if error.server_message and not is_gated:  # as of a quota
+                hint = f"Do as the hub says above, or {hint[0].lower()}{hint[1:]}"
             return AccessDenied("access denied", file=root, found=found, hint=hint)
         if isinstance(error, errors.RepositoryNotFoundError):
             return CheckpointNotFoundError(
@@ -264,3 +256,8 @@ class HubStorage(RemoteStorage):
             file=self._root,
             hint="Unset HF_HUB_OFFLINE, or load a local copy of the repository.",
         )
+
+
+def _said(error: errors.HfHubHTTPError) -> Failure | None:
+    """Return what the hub says, to be chained."""
+    return Failure(f"the hub says: {error.server_message}") if error.server_message else None

@@ -25,14 +25,14 @@ class Failure(Exception):
     """One attempt of a request failed, for a `cause` in a few words.
 
     `transient` if another attempt may do better, but not before `after_seconds`, if the server
-    asked for them. What a `StorageError` chains has no secrets.
+    asked for them. A client's or a server's own text is at most chained, without secrets.
     """
 
     def __init__(
         self, cause: str, *, transient: bool = True, after_seconds: float | None = None
     ) -> None:
-        super().__init__(cause)
-        self.cause = cause
+        self.cause = redact(cause)
+        super().__init__(self.cause)
         self.transient = transient
         self.after_seconds = after_seconds
 
@@ -41,8 +41,8 @@ class Retrier:
     """Runs requests of one storage by one policy. Safe to use from many threads.
 
     `classify` says what an error means; None for one that has nothing to do with the request.
-    `redact` takes the secrets out of the text of a failed attempt. The clock in seconds and pauses
-    (which return whether `interrupt` ended them) are arguments for tests.
+    The clock in seconds and pauses (which return whether `interrupt` ended them) are arguments for
+    tests.
     """
 
     def __init__(
@@ -52,14 +52,12 @@ class Retrier:
         *,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
-        redact: Callable[[str], str] = redact,
     ) -> None:
         self.policy = policy
         self._classify = classify
         self._interrupted = threading.Event()
         self._clock = clock
         self._wait = wait or self._interrupted.wait
-        self._redact = redact
 
     def interrupt(self) -> None:
         self._interrupted.set()
@@ -87,12 +85,11 @@ class Retrier:
                     raise
                 failure = judged
                 failure.__traceback__ = failure.__context__ = None  # whose frames hold buffers
-            cause = self._redact(failure.cause)
             elapsed = self._clock() - begun
             pause = self._pause(attempt, failure, self.policy.total_seconds - elapsed)
             if pause is None:
                 break
-            logging.vlog(1, "%s: %s failed: %s", redact(url), doing, cause)
+            logging.vlog(1, "%s: %s failed: %s", redact(url), doing, failure.cause)
             if self._wait(pause) or self._interrupted.is_set():
                 break
         hint = None
@@ -102,9 +99,9 @@ class Retrier:
         raise StorageError(
             f"{doing} failed after {times} in {self._clock() - begun:.1f} s",
             file=redact(url),
-            found=cause,
+            found=failure.cause,
             hint=hint,
-        ) from Failure(cause)
+        ) from failure
 
     def _pause(self, attempt: int, failure: Failure, left_seconds: float) -> float | None:
         """Returns seconds until the next attempt; None if there is to be none."""
@@ -116,6 +113,16 @@ class Retrier:
         pause = longest * (1 - policy.jitter * random.random())
         asked = failure.after_seconds or 0.0
         return None if asked > left_seconds else min(max(pause, asked), left_seconds)
+
+
+def words_of(error: BaseException) -> str:
+    """Return the words of the operating system below an error, or else its type: no server's."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TimeoutError) or (isinstance(cause, OSError) and cause.errno):
+            return f"{type(cause).__name__}: {cause}"
+        cause = cause.__cause__ or cause.__context__
+    return type(error).__name__
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:

@@ -240,39 +240,10 @@ def test_foreign_errors_are_none():
     assert classify(ZeroDivisionError()) is None
 
 
-TOKEN = "FwoGZXIvYXdzEBYaDHSecretTokenOfAUser2"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((name, TOKEN) for name in (
-            "AWS_SESSION_TOKEN", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_SAS_KEY",
-            "AZURE_CLIENT_SECRET",
-        )),
-        ("GOOGLE_SERVICE_ACCOUNT_KEY", f'{{"token_uri": "https://x", "private_key": "{TOKEN}"}}'),
-        ("AWS_ENDPOINT_URL", f"http://me:{TOKEN}@localhost:1"),
-        ("HTTPS_PROXY", f"http://me:{TOKEN}@localhost:1"),
-        ("GOOGLE_APPLICATION_CREDENTIALS", "~/file"),
-        ("AWS_WEB_IDENTITY_TOKEN_FILE", "~/file"),
-        ("AWS_PROFILE", "mine"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("said", [TOKEN, TOKEN.lower(), TOKEN[6:-6], TOKEN.encode().hex()])
-def test_what_a_store_says_is_redacted_of_what_its_client_has(environment, home, name, value, said):
-    environment[name] = value
-    (home / "file").write_text(f'{{"type": "x", "refresh_token": "{TOKEN}"}}')
-    (home / ".aws" / "credentials").write_text(f"[mine]\naws_access_key_id = {TOKEN}\n")
-    body = f"<Code>InvalidToken</Code><Message>It is {said}</Message><Token-0>{said}</Token-0>"
+def test_an_answer_is_told_by_its_status_and_chained_without_tokens():
+    body = "<Code>InvalidToken</Code><Token-0>FwoGZXIvYXdzEBYaDHSecret</Token-0>"
     failure = classify(exceptions.GenericError(f"status code: 403 Forbidden: {body}"))
-    start = "status code: 403 Forbidden: <Code>InvalidToken</Code><Message>It is ***</"
     assert failure is not None
-    assert failure.cause.startswith(start)
-    assert TOKEN[6:14].lower() not in failure.cause.lower()
-
-
-def test_tokens_that_no_variable_holds_are_not_shown():
-    said = f"Error performing GET http://localhost/Some-Model-2: <Token-0>a-B1</Token-0> is {TOKEN}"
-    failure = classify(exceptions.GenericError(said))
-    assert failure is not None
-    assert failure.cause == said.replace(TOKEN, "***")
+    assert failure.cause == "status 403"
+    assert "InvalidToken" in str(failure.__cause__)
+    assert "Secret" not in str(failure.__cause__)

@@ -1,26 +1,22 @@
-"""Servers that drip, lie and repeat what they are told: right bytes or one clean error, in time."""
+"""Servers that drip or close connections: right bytes or one clean error, in time."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-import urllib.parse
-from collections import Counter
 
 import checkpoints
 import numpy as np
 import pytest
-from lying_server import Lies, LyingServer
+from lying_server import LyingServer
 from remote_checks import (
     TOKEN,
     assert_no_secret,
     assert_same,
-    descriptors,
     ended,
     hub_in_use,
     shown,
-    threads,
 )
 
 import orbax_safetensors_layout as osl
@@ -55,25 +51,6 @@ def check(end: dict | Exception, expected=TENSORS) -> str:
     assert not [secret for secret in SECRETS if secret in text], text
     assert "None bytes" not in text
     return type(end).__name__
-
-
-def check_lies(server, first_seed: int, least: int) -> None:
-    """Loads until so many mutated answers were sent; all end as they may, and leave no thread."""
-    ends: Counter[str] = Counter()
-    told: Counter[str] = Counter()
-    before = threads(), descriptors()
-    for seed in itertools.count(first_seed):
-        if sum(told.values()) >= least:
-            break
-        server.lies = Lies(seed, rate=0.3 if seed % 2 else 0.05)
-        end = ended(lambda: osl.load(path_of(server), options=OPTIONS), MOST_SECONDS)
-        assert threads() == before[0], f"seed {seed}"
-        ends[check(end)] += 1
-        told.update(server.lies.told)
-    print(dict(ends), sum(told.values()), "mutated answers", dict(told))
-    assert ends["equal"]
-    assert ends["StorageError"]
-    assert descriptors() < before[1] + 20  # of the server, too, which closes its own a little later
 
 
 class Script:
@@ -135,56 +112,6 @@ def test_an_answer_that_never_ends(server, part, pause):
     assert time.monotonic() - begun < MOST_SECONDS / 2
 
 
-@pytest.mark.parametrize("needle", [b"00002", b"bytes=1"])
-@pytest.mark.parametrize("status", [b"HTTP/1.1 403", b"HTTP/1.1 500", b"HTTP/1.1 206", b"FTP", b""])
-def test_what_a_server_repeats_is_not_shown(server, status, needle):
-    def parts(asked, head, body):
-        sent = [line for line in asked.split(b"\r\n") if b"uthorization" in line or b"GET" in line]
-        words = b" ".join([*sent, *(urllib.parse.unquote_to_bytes(line) for line in sent)])
-        told = words + b" me:pass word, pass%20word"
-        lines = [b"X-Error-Message", b"ETag", b"Content-Range", b"Content-Encoding", b"Retry-After"]
-        yield b"\r\n".join([status + b" " + told, *(n + b": " + told for n in lines), b"", b""])
-
-    server.lies = Script(parts, needle=needle)
-    assert check(ended(lambda: osl.load(path_of(server), options=OPTIONS), MOST_SECONDS)) != "equal"
-
-
-@pytest.mark.parametrize(
-    "location",
-    ["http://" + "a" * 70 + "/", "http://a..b/", "http://h:99999/", "http://[::1/", "http://\xad/",
-     "http://h:" + "9" * 5_000 + "/", "http://me:pw@./", "\x00", "http://a\x00b/", "//%00/"],
-)  # fmt: skip
-def test_a_redirect_to_a_host_that_can_be_none(server, location):
-    line = b"Location: " + location.encode("utf-8")
-    server.lies = Script(
-        lambda *_: [b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\n" + line + b"\r\n\r\n"]
-    )
-    assert check(ended(lambda: osl.load(path_of(server), options=OPTIONS), MOST_SECONDS)) != "equal"
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"Content-Range: bytes 0-%b/%b" % (b"9" * 5_000, b"9" * 5_000),
-        b"Content-Length: " + b"9" * 5_000,
-        b"Retry-After: " + b"9" * 5_000,
-        b"Retry-After: Fri, 31 Dec 9999 23:59:59 -2359",
-        b"Last-Modified: Mon, 99 Foo 99999999999999999999 99:99:99",
-        b"Last-Modified: " + b"0 " * 5_000,
-    ],
-)
-@pytest.mark.parametrize("status", [b"206 OK", b"503 Busy", b"416 Range"])
-def test_a_header_with_an_absurd_value(server, header, status):
-    name = header.partition(b":")[0]
-
-    def parts(asked, head, body):
-        kept = [line for line in head[1:] if not line.startswith(name)]
-        yield b"\r\n".join([b"HTTP/1.1 " + status, *kept, header, b"", b""]) + body
-
-    server.lies = Script(parts, needle=b"00002")
-    check(ended(lambda: osl.load(path_of(server), options=OPTIONS), MOST_SECONDS))
-
-
 def test_a_server_that_closes_kept_connections_without_a_word(server):
     """Each connection serves one request; the next one is repeated on a new one, as no attempt."""
     connection = threading.local()
@@ -217,27 +144,12 @@ def test_a_chunked_body_with_more_bytes_than_its_range(server):
     )
 
 
-def test_a_hub_that_drips_and_repeats_its_token(tmp_path, monkeypatch):
+def test_a_hub_that_drips(tmp_path, monkeypatch):
     with hub_in_use(monkeypatch, tmp_path), LyingServer(tmp_path) as server:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
-        echo = f"HTTP/1.1 2 {TOKEN} Bearer {TOKEN}\r\n\r\n".encode()
-        for parts in (
-            endless(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n{", b" "),
-            lambda *_: [echo],
-        ):
-            server.lies = Script(parts, 0.1)
-            end = ended(lambda: osl.load("hf://org/model", options=OPTIONS), MOST_SECONDS)
-            assert isinstance(end, osl.StorageError), end
-            assert_no_secret(shown(end))
-
-
-@pytest.mark.slow
-def test_mutated_answers(server):
-    check_lies(server, 0, least=60)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_two_thousand_mutated_answers(server):
-    check_lies(server, 1_000, least=2_000)
+        drips = endless(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n{", b" ")
+        server.lies = Script(drips, 0.1)
+        end = ended(lambda: osl.load("hf://org/model", options=OPTIONS), MOST_SECONDS)
+        assert isinstance(end, osl.StorageError), end
+        assert_no_secret(shown(end))

@@ -285,17 +285,6 @@ def test_sizes_that_a_mirror_does_not_list_are_asked_for(hub, folder, tmp_path, 
     assert hub.cdn.ranges() == []
 
 
-def test_a_listing_that_repeats_the_token(hub, folder, monkeypatch):
-    hub.add("org/model", folder)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    info = hub_server._info
-    for name in (TOKEN, f"{TOKEN}.safetensors", f"model-{TOKEN[-12:].upper()}.safetensors"):
-        told = {"siblings": [{"rfilename": name, "size": 9}], "sha": TOKEN}
-        monkeypatch.setattr(hub_server, "_info", lambda *args, told=told: info(*args) | told)
-        for path in ("hf://org/model", "hf://org/model/x.safetensors"):
-            failure(path)  # which holds it against the token
-
-
 def test_signatures_that_expire_are_fetched_again(hub, folder):
     hub.add("org/model", folder)
     hub.uses = 2
