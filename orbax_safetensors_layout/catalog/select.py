@@ -8,7 +8,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 from orbax_safetensors_layout.errors import (
     InvalidArgumentError,
@@ -22,8 +22,6 @@ _MAX_HINTS = 5  # suggestions in one error; each is a pass over all names
 _MAX_PARTS = 1000  # components of names that those of a pattern are compared with
 _MAX_PREFIX = 4  # components
 _MAX_RANGE = 10_000
-_MAX_DEPTH = 20
-_MAX_LOOSE = 3
 _DOT = re.compile(r"\.")
 _TOKEN = re.compile(
     r"\{(?P<low>[0-9]{1,18})\.\.(?P<high>[0-9]{1,18})\}"
@@ -101,7 +99,7 @@ def _nearest_pattern(pattern: str, names: Collection[str]) -> str | None:
         other = wider.replace("**", "*")
         try:
             matching = [] if other == pattern else _matching(names, known.keys(), other)
-        except InvalidArgumentError:  # with one more '*' it takes too long to match
+        except InvalidArgumentError:  # it is a name, and no pattern
             continue
         if matching:
             return f"{other!r} matches {listed(map(repr, matching), 3)}."
@@ -159,7 +157,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     `*` is any text, dots included, and `?` any one character; `[abc]`, `[a-z]` and `[!abc]` are one
     character of a set; `{a,b}` is one of several patterns; `{0..15}` is a number of a range, both
     ends included, and `{00..15}` one with leading zeros. A special character stands for itself in
-    a set: `[*]`. Patterns that are malformed, or would take long to match, are refused.
+    a set: `[*]`. Malformed patterns are refused.
 
     >>> bool(compile_pattern("layers.{0..3}.*.{weight,bias}").fullmatch("layers.3.mlp.up.bias"))
     True
@@ -193,81 +191,35 @@ def is_plain(pattern: str) -> bool:
     return _SPECIAL.isdisjoint(pattern)
 
 
-class _Part(NamedTuple):
-    """The regular expression of a part of a pattern."""
-
-    text: str
-    width: int | None  # number of characters that it matches; None if that varies
-    loose: int = 0  # number of its `*`s that the matching may have to try again
-
-
-_STAR = _Part(".*", None)
-
-
-def _joined(parts: Sequence[_Part]) -> _Part:
-    """Return parts one after the other, in a time of matching that no `*` makes exponential.
-
-    A `*` before a text of fixed width that another `*` follows is never tried again: the first
-    place where the text matches will do. It is an atomic group.
-    """
-    segments: list[list[_Part]] = [[]]  # what is before, between and after `*`s
-    for part in parts:
-        if part is not _STAR:
-            segments[-1].append(part)
-        elif segments[-1] or len(segments) == 1:  # a `*` after another adds nothing
-            segments.append([])
-    loose = sum(part.loose for part in parts)
-    whole = "".join(part.text for part in segments[0])
-    for number, segment in enumerate(segments[1:], 2):
-        text = "".join(part.text for part in segment)
-        is_atomic = number < len(segments) and all(part.width is not None for part in segment)
-        loose += not is_atomic
-        whole += f"(?>.*?{text})" if is_atomic else f".*{text}"
-    widths = [part.width for part in parts if part.width is not None]
-    return _Part(whole, sum(widths) if len(widths) == len(parts) else None, loose)
-
-
-def _any_of(parts: Sequence[_Part]) -> _Part:
-    widths = {part.width for part in parts}
-    width = widths.pop() if len(widths) == 1 else None
-    text = "|".join(part.text for part in parts)
-    return _Part(f"(?:{text})", width, max(part.loose for part in parts))
-
-
 def _translated(pattern: str) -> str:
-    levels: list[list[list[_Part]]] = [[[]]]  # for each open brace alternatives, each a sequence
+    levels = [[""]]  # for each open brace its alternatives, as regular expressions
     for token in _TOKEN.finditer(pattern):
         alternatives, text = levels[-1], token[0]
-        part = _Part(re.escape(text), len(text))
+        part = re.escape(text)
         if token["low"]:
             part = _number(token["low"], token["high"])
         elif token["set"]:
-            part = _Part(f"[{'^' if token['not'] else ''}{_set_body(token['set'])}]", 1)
+            part = f"[{'^' if token['not'] else ''}{_set_body(token['set'])}]"
         elif text == "*":
-            part = _STAR
+            part = "" if alternatives[-1].endswith(".*") else ".*"
         elif text == "?":
-            part = _Part(".", 1)
+            part = "."
         elif text == "[":
             raise ValueError(f"the '[' at {token.start()} is not closed")
         elif text == "{":
-            if len(levels) > _MAX_DEPTH:
-                raise ValueError(f"more than {_MAX_DEPTH} braces within one another")
-            levels.append([[]])
+            levels.append([""])
             continue
         elif text == "," and len(levels) > 1:
-            alternatives.append([])
+            alternatives.append("")
             continue
         elif text == "}":
             if len(levels) == 1:
                 raise ValueError(f"'}}' at {token.start()} has no '{{' before it")
-            part = _any_of([*map(_joined, levels.pop())])
-        levels[-1][-1].append(part)
+            part = f"(?:{'|'.join(levels.pop())})"
+        levels[-1][-1] += part
     if len(levels) > 1:
         raise ValueError("a '{' is not closed")
-    whole = _joined(levels[0][0])
-    if whole.loose > _MAX_LOOSE:
-        raise ValueError(f"more than {_MAX_LOOSE} '*' beside braces take too long to match")
-    return whole.text
+    return levels[0][0]
 
 
 def _set_body(text: str) -> str:
@@ -279,10 +231,10 @@ def _set_body(text: str) -> str:
     return body
 
 
-def _number(low: str, high: str) -> _Part:
+def _number(low: str, high: str) -> str:
     if not 0 <= int(high) - int(low) < _MAX_RANGE:
         raise ValueError(f"the range {{{low}..{high}}} must have 1 to {_MAX_RANGE} numbers")
     padded = any(len(end) > 1 and end.startswith("0") for end in (low, high))
     width = max(len(low), len(high)) if padded else 0
-    numbers = [f"{number:0{width}d}" for number in range(int(low), int(high) + 1)]
-    return _any_of([_Part(number, len(number)) for number in numbers])
+    numbers = (f"{number:0{width}d}" for number in range(int(low), int(high) + 1))
+    return f"(?:{'|'.join(numbers)})"

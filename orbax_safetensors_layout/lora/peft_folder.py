@@ -382,7 +382,7 @@ class PeftFolder:
     def _key(self, patterns: dict[str, Any], name: str) -> str:
         """Return the first pattern that a module's name ends with, as PEFT finds it."""
         starts = [0, *(dot.end() for dot in re.finditer(r"\.", name))]
-        regexes = _compiled(tuple(patterns), len(name), self._config_file)
+        regexes = _compiled(tuple(patterns), self._config_file)
         for pattern, regex in zip(patterns, regexes, strict=True):
             if any(regex.fullmatch(name, start) for start in starts):
                 return pattern
@@ -473,8 +473,8 @@ class PeftFolder:
 
 
 @functools.lru_cache(64)
-def _compiled(patterns: tuple[str, ...], longest: int, place: str) -> tuple[re.Pattern[str], ...]:
-    return tuple(compiled_regex(pattern, longest, place) for pattern in patterns)
+def _compiled(patterns: tuple[str, ...], place: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(compiled_regex(pattern, place) for pattern in patterns)
 
 
 def _fused(name: str) -> Iterator[tuple[str, str, int]]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 
 import pytest
@@ -90,11 +89,10 @@ def test_braces_agree_with_what_they_stand_for(data: st.DataObject) -> None:
     pattern = "".join(data.draw(drawn))
     name = data.draw(st.text("ab.189", max_size=8))
     alone = pattern.replace("{8..11}", "{8,9,10,11}")
-    with contextlib.suppress(ValueError):  # it would take too long
-        matches = bool(compile_pattern(pattern).fullmatch(name))
-        assert matches == any(
-            fnmatch.fnmatchcase(name, alternative) for alternative in alternatives(alone)
-        )
+    matches = bool(compile_pattern(pattern).fullmatch(name))
+    assert matches == any(
+        fnmatch.fnmatchcase(name, alternative) for alternative in alternatives(alone)
+    )
 
 
 def alternatives(pattern: str) -> list[str]:
@@ -112,23 +110,6 @@ def alternatives(pattern: str) -> list[str]:
             break
     heads = [pattern[:start] + option for part in parts for option in alternatives(part)]
     return [head + rest for head in heads for rest in alternatives(pattern[stop + 1 :])]
-
-
-@pytest.mark.parametrize("pattern", ["*a" * 30 + "b", "*{a,b}" * 30 + "c", "*?a*{0..9}" * 20 + "b"])
-def test_many_stars_take_no_long(pattern: str) -> None:
-    compiled = compile_pattern(pattern)
-    assert not compiled.fullmatch("a0" * 200)
-    assert compile_pattern(pattern[:-1] + "*").fullmatch("a0aa0" * 200)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    ["{*a,b}" * 30, "*{a,bb}" * 30 + "c", "*{a,aa}" * 4 + "b", "{" * 5000 + "}" * 5000],
-)
-def test_what_would_take_long_is_refused(pattern: str) -> None:
-    with pytest.raises(ValueError, match=r"take too long|within one another"):
-        compile_pattern(pattern)
-    assert compile_pattern("{a*,b*,c*,d*,e*,f*,g*,h*}").fullmatch("gx")
 
 
 def test_names_that_are_patterns_are_spelled() -> None:

@@ -510,10 +510,8 @@ def test_merged_mappings_are_equal_in_every_process(tmp_path):
         ),
         ({"r": 10**400}, "no rank and alpha"),
         ({"alpha_pattern": {"q_proj": math.nan}}, "no rank and alpha"),
-        ({"rank_pattern": {"(a*)*b": 2}}, "adapter_config.json"),
-        ({"alpha_pattern": {"(ab|a(b))" * 40 + "c": 2}}, "regular expression '(ab|a(b))(ab|"),
-        ({"target_modules": "(" + "a?" * 40}, "regular expression '(a?a?"),
-        ({"target_modules": ".*" * 12 + "x"}, "it may take too long"),
+        ({"rank_pattern": {"(a": 2}}, "regular expression '(a' of"),
+        ({"target_modules": "(a"}, "regular expression '(a' of"),
     ],
 )
 def test_other_adapters_are_refused_by_name(tmp_path, config, expected):

@@ -155,7 +155,7 @@ def first_target(module: str, targets: Iterable[str]) -> str | None:
         if target == module:
             return target
         if target.startswith("re:"):
-            regex = compiled_regex(target.removeprefix("re:"), len(module), "config_groups.targets")
+            regex = compiled_regex(target.removeprefix("re:"), "config_groups.targets")
             if regex.match(module):
                 return target
     return _CLASS if _CLASS in targets else None

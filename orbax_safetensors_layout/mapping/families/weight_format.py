@@ -19,7 +19,6 @@ from .steps import TensorStep
 
 _MX_BLOCK = (1, 32)
 _REGEX = "re:"
-_LONGEST_NAME = 100  # of a module of the families, in characters
 _ENDINGS = {
     "fp8": ("", "_scale_inv"),
     "mxfp4": ("_blocks", "_scales"),
@@ -152,7 +151,7 @@ def _plain_modules(config: Section, key: str) -> tuple[str, ...]:
     for pattern in plain:
         if pattern.startswith(_REGEX):
             try:
-                compiled_regex(pattern.removeprefix(_REGEX), _LONGEST_NAME, key)
-            except MappingError as error:
-                config.raise_error(key, f"regular expressions with {error.expected}", pattern)
+                compiled_regex(pattern.removeprefix(_REGEX), key)
+            except MappingError:
+                config.raise_error(key, "regular expressions", pattern)
     return plain
