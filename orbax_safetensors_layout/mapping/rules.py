@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import copyreg
 import dataclasses
 import hashlib
 import os
-import pickle
 import re
-import types
 from collections.abc import Collection, Iterable, Iterator, Mapping as Dict, Sequence
 from typing import Any, TypeVar
 
@@ -50,7 +47,6 @@ VALUE = np.dtype(object)
 
 T = TypeVar("T")
 _PLAIN = (type(None), type(...), bool, int, float, complex, str)
-_CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_flags", "co_exceptiontable")
 
 Checkpoint = Shapes | str | os.PathLike[str]
 """A checkpoint's path, or the names, shapes and dtypes of its tensors."""
@@ -594,82 +590,41 @@ def check_mapping(mapping: object) -> None:
 def fingerprint(mapping: Mapping) -> str:
     """Return a digest that is equal for equal mappings, in every process.
 
-    Unlike the `repr` of an expression it covers all indices. Functions count by their code and the
-    values that they hold or name, those of other packages by their names; one that holds what
-    cannot be pickled, such as a lock, equals no other.
+    Unlike the `repr` of an expression it covers all indices. Functions count by their qualified
+    names, `functools.partial` by its arguments, too.
     """
     files = None if mapping.files is None else [*mapping.files.items()]
     source = None if mapping._source is None else fingerprint(mapping._source)
     left = (*mapping.buffers, *mapping.ignore), mapping.dropped
     parts = [mapping.rules, left, mapping.strict, files, source]
-    return hashlib.sha256(repr(_encoded(parts, (), {})).encode()).hexdigest()
+    return hashlib.sha256(repr(_encoded(parts)).encode()).hexdigest()
 
 
-def _encoded(value: Any, holders: tuple[int, ...], known: dict[int, types.FunctionType]) -> object:
-    """Return a value's type and parts as numbers and texts; `holders` are what it is a part of.
-
-    Functions that are `known` are numbers: their parts stand elsewhere.
-    """
-    if type(value) in _PLAIN or isinstance(value, np.dtype):
-        return value
-    if isinstance(value, bytes):
-        return hashlib.sha256(value).digest()
-    if isinstance(value, type | types.ModuleType):
-        return getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__)
-    if id(value) in holders:  # an object that holds itself
-        return holders.index(id(value))
-    if isinstance(value, types.FunctionType):
-        if id(value) in known:
-            return [*known].index(id(value))
-        known[id(value)] = value
-    try:
-        inner = (*holders, id(value)), known
-        parts = [_encoded(part, *inner) for part in (type(value), *_parts(value))]
-    except Exception:  # of any class's code; equal to nothing
-        return os.urandom(16)
-    return sorted(map(repr, parts)) if isinstance(value, set | frozenset) else parts
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """Return the parts of a value that tell it from others of its type."""
+def _encoded(value: Any) -> object:
+    """Return a value as numbers and texts that are the same in every process."""
     kind = type(value)
-    if kind in (list, tuple, set, frozenset):
-        return [*value]
-    if kind is types.CodeType:  # without files and lines
-        return [getattr(value, name) for name in _CODE]
-    if kind is types.FunctionType:
-        own = value.__module__, value.__code__, value.__defaults__, value.__kwdefaults__
-        outside = [
-            (name, _by_name_elsewhere(value.__globals__[name], value.__module__ or ""))
-            for name in dict.fromkeys(_names(value.__code__))
-            if name in value.__globals__
-        ]
-        return *own, [cell.cell_contents for cell in value.__closure__ or ()], outside
-    if dataclasses.is_dataclass(value) and not callable(value):  # three times as fast as below
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    call = getattr(value, "__func__", None) or getattr(kind, "__call__", None)  # noqa: B004
-    call = call if isinstance(call, types.FunctionType) else None
-    if call is None and hasattr(value, "__wrapped__"):
-        return [value.__wrapped__]  # such as of `jax.jit`, which only makes it faster
-    reduce: Any = copyreg.dispatch_table.get(kind, lambda value: value.__reduce_ex__(4))
-    reduced = reduce(value)
-    return [pickle.dumps(value)] if isinstance(reduced, str) else [call, *reduced[1:]]
-
-
-def _by_name_elsewhere(value: Any, module: str) -> Any:
-    """Return a value, or the name of a function or class of another package than a module's."""
-    name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    is_named = all(isinstance(part, str) for part in name)
-    is_elsewhere = is_named and str(name[0]).partition(".")[0] != module.partition(".")[0]
-    return name if is_elsewhere else value
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Yields the names that code looks up, that of functions within it included."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+    if kind in _PLAIN or isinstance(value, np.dtype):
+        return value
+    if kind in (set, frozenset):
+        return sorted(repr(_encoded(part)) for part in value)
+    parts: Iterable[Any] = ()
+    if kind in (list, tuple):
+        parts = value
+    elif isinstance(value, Dict):
+        parts = value.items()
+    elif isinstance(value, bytes | np.ndarray | np.generic):
+        array = np.asarray(value)
+        parts = (array.dtype, array.shape, hashlib.sha256(array.tobytes()).hexdigest())
+    elif isinstance(value, re.Pattern):
+        parts = (value.pattern, value.flags)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = (getattr(value, field.name) for field in dataclasses.fields(value))
+    elif "__reduce__" in vars(kind):  # as of a partial function, or an adapter's folder
+        reduced = value.__reduce__()
+        parts = reduced[1:] if isinstance(reduced, tuple) else (reduced,)
+    named = value if hasattr(value, "__qualname__") else kind
+    module = getattr(named, "__module__", None)
+    return module, named.__qualname__, [_encoded(part) for part in parts]
 
 
 def _irreversible(expr: Expr) -> Iterator[Problem]:

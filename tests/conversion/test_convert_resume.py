@@ -297,7 +297,7 @@ def test_functions_of_a_mapping_that_differ_are_not_mixed(tmp_path):
 
     def convert(factor, *, progress=False, **options):
         expr = osl.opaque(
-            lambda values: values * np.float32(factor),
+            functools.partial(np.multiply, np.float32(factor)),
             osl.tensor("layers.{i}"),
             shape=(64, 32),
             dtype="float32",
