@@ -262,7 +262,7 @@ def convert(
             if isinstance(conversion, StepConversion):
                 conversion.check(overwrite=replaces)
             else:
-                _check_folder(folder, kind, sidecar_files, overwrite=replaces)
+                _check_folder(folder, kind, sidecar_files, overwrite=replaces, item=item)
 
         if trees.topology is not None and spec and kind != "hf":
             for rule in trees.topology.unused_rules:
@@ -553,7 +553,12 @@ def _topology(mesh: Any, spec: Sequence[str | ShardingRule], processes: int) -> 
 
 
 def _check_folder(
-    folder: str, kind: Format, sidecar_files: Mapping[str, bytes], *, overwrite: bool
+    folder: str,
+    kind: Format,
+    sidecar_files: Mapping[str, bytes],
+    *,
+    overwrite: bool,
+    item: str | None,
 ) -> None:
     there = find_step(folder)
     if len(items := [*there.trees, *there.others]) > 1:  # all of it would go
@@ -563,8 +568,16 @@ def _check_folder(
             found=listed(items),
             hint="Give the folder of the item to replace, or another folder.",
         )
-    with LocalStorage() as storage:
-        check_target(storage, folder, sidecar_files, overwrite, holds_checkpoint)
+    try:
+        with LocalStorage() as storage:
+            check_target(storage, folder, sidecar_files, overwrite, holds_checkpoint)
+    except CheckpointExistsError as error:
+        if item is not None and holds_checkpoint(folder):  # perhaps another item of the step
+            error.hint = (
+                "Give each item a folder of its own, or leave out item (--item): the step is then"
+                " converted whole. overwrite=True (--overwrite) deletes what is there."
+            )
+        raise
     if kind == "orbax" and is_safetensors_checkpoint(folder):
         with LocalStorage() as storage:
             goes = replaced_files(storage, folder, "model")

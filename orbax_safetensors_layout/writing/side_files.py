@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -326,6 +326,7 @@ def described_files(
             found=listed(map(repr, tensors), 3),
             hint="Pass the mapping that these tensors were loaded with, or leave the model out.",
         )
+    _warn_of_missing(known - tensors.keys(), files)
     if names := _named_code(files) - files.keys():
         text = "The model has code of its own (%s), which does not come along without code=True."
         logging.warning(text, listed(sorted(names)))
@@ -367,6 +368,29 @@ def described_files(
     if not is_changed:
         return dict(files)
     return {**files, _CONFIG: json.dumps(config, indent=2).encode() + b"\n"}
+
+
+def _warn_of_missing(names: Set[str], files: Mapping[str, bytes]) -> None:
+    """Warns of tensors of the model that are not written: programs start these weights anew.
+
+    Not of parts of quantised weights, of buffers, and of heads that are tied.
+    """
+    config = parse_config(files[_CONFIG], _CONFIG) if _CONFIG in files else {}
+    if any("quantization" in key for section in _sections(config) for key in section):
+        return
+    is_tied = any(section.get(_TIES) for section in _sections(config))
+    missing = [
+        name
+        for name in sorted(names)
+        if name.endswith((".weight", ".bias"))
+        and not (_VOCABULARIES[0].fullmatch(name) and (is_tied or has_tied_head(config)))
+    ]
+    if missing:
+        logging.warning(
+            "The model has %d tensors that are not written, which programs start anew: %s.",
+            len(missing),
+            listed(map(repr, missing), 3),
+        )
 
 
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -126,6 +126,19 @@ def restored_items(folder, names):
         return manager.restore(30, args=ocp.args.Composite(**args))
 
 
+def test_an_export_of_one_item_is_not_lost_by_the_advice_for_another(runs, tmp_path):
+    to = tmp_path / "export"
+    osl.convert(runs["orbax"], to, step=30, item="params")
+    before = content(to)
+    with pytest.raises(osl.CheckpointExistsError, match=r"folder of its own.*deletes") as refused:
+        osl.convert(runs["orbax"], to, step=30, item="opt_state")
+    assert "--item" in refused.value.hint
+    assert content(to) == before
+    osl.convert(runs["orbax"], tmp_path / "its own", step=30, item="opt_state")
+    osl.convert(runs["orbax"], tmp_path / "whole", step=30, format="orbax")
+    check(restored_items(tmp_path / "whole", NAMES), 30)
+
+
 def test_an_item_of_safetensors_is_added_to_a_step_that_is_there(runs, tmp_path):
     osl.convert(runs["orbax"], tmp_path / "to", step=30)
     before = content(tmp_path / "to" / "30" / "params")

@@ -165,6 +165,20 @@ def test_what_has_the_name_of_a_side_file_but_is_of_another_kind_stays(
     assert file.read_text() == "mine"
 
 
+@pytest.mark.parametrize(("tied", "warns"), [(False, True), (True, False)])
+def test_weights_of_the_model_that_are_not_written_are_named(tmp_path, tied, warns, caplog):
+    config = {"model_type": "llama", "tie_word_embeddings": tied}
+    names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: np.ones((2, 2), np.float32) for name in names}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    written = {name: tensors[name] for name in names[:2]}
+    osl.save(tmp_path / "out", written, options=osl.WriteOptions(model=folder))
+    assert ("not written, which programs start anew: 'lm_head.weight'" in caplog.text) == warns
+
+
 def test_code_comes_along_when_asked(tmp_path, model, caplog):
     config = {"auto_map": {"AutoConfig": "own.Config", "AutoModel": "org/name--other.Model"}}
     (model / "config.json").write_text(json.dumps(config))
