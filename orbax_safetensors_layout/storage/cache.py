@@ -15,13 +15,11 @@ request; a sparse copy of each file could neither appear at once nor be evicted 
 A key is the hash of a `Storage.content_key`, so an entry is of one version. It appears by a rename,
 and ends with the CRC-32 of its key, its place and its bytes, checked whenever it is read: what is
 damaged, cut off, misplaced or gone is fetched. Nothing is flushed to the disk; after a crash of the
-machine the checksums decide. They detect damage, not forgery: the folder is for its owner alone.
+machine the checksums decide. They detect damage, not forgery.
 
 All of these count, `usage` too; files of other names are left as they are. What `usage` says is
 believed where its checksum is right, and where it was written to this very file since the machine
-was booted; else all files are counted anew. A link, a pipe or the like in the place of a file or a
-folder is removed as one that is damaged is: what is read, written or evicted has one name, in here.
-A folder in the place of `usage`, which may hold anything, is an error.
+was booted; else all files are counted anew.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import logging
 
@@ -67,7 +65,6 @@ _USAGE_BYTES = 128  # at most
 _LONGEST_LOCK_SECONDS = 5.0
 _ATTEMPTS = 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # it may be a link or a pipe
 
 
 class CachedStorage(WrappedStorage):
@@ -125,18 +122,12 @@ class RangeCache:
         self._asked: set[str] = set()  # keys
         for attempts_left in reversed(range(_ATTEMPTS)):
             try:
-                user = os.geteuid()
                 os.makedirs(folder.path, 0o700, exist_ok=True)
-                _refuse_shared(folder.path, os.stat(folder.path), {user, 0})
-                os.makedirs(self._root, 0o700, exist_ok=True)
-                _refuse_shared(self._root, os.lstat(self._root), {user})
                 partial = self._create(0)
                 if partial is not None:
                     os.close(partial[0])
                     os.unlink(partial[1])
                 return
-            except StorageError:
-                raise
             except OSError as error:
                 if error.errno in _FULL:
                     self._stop(error)
@@ -218,14 +209,8 @@ class RangeCache:
         return os.path.join(self._folder(key, start // _STRETCH_BYTES), f"{start}-{stop}")
 
     def _folder(self, key: str, stretch: int | None = None) -> str:
-        """Return the folder of a key, or of a stretch; a link on the way there is removed."""
-        folder = self._root
-        for name in (key,) if stretch is None else (key, str(stretch)):
-            folder = os.path.join(folder, name)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.islink(folder):
-                    os.unlink(folder)
-        return folder
+        """Return the folder of a key, or of a stretch."""
+        return os.path.join(self._root, key, *(() if stretch is None else (str(stretch),)))
 
     def _find(self, key: str, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges of the entries that overlap a range, in their order."""
@@ -244,11 +229,10 @@ class RangeCache:
         data = [memoryview(bytearray(before)), *parts, memoryview(bytearray(after))]
         with contextlib.suppress(OSError):
             path = self._path(key, start, stop)
-            fd = os.open(path, os.O_RDONLY | _AS_IT_IS)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 size = stop - start + _END.size
-                status = os.fstat(fd)
-                is_whole = stat.S_ISREG(status.st_mode) and status.st_size == size
+                is_whole = os.fstat(fd).st_size == size
                 is_whole = is_whole and transfer(os.preadv, fd, 0, [*data, end]) == size
                 if is_whole and end == _end(key, start, stop, data):
                     with contextlib.suppress(OSError):
@@ -261,7 +245,7 @@ class RangeCache:
 
     def _write(self, key: str, start: int, stop: int, parts: Sequence[Buffer]) -> None:
         path = self._path(key, start, stop)
-        if os.path.exists(path) and not os.path.islink(path):
+        if os.path.exists(path):
             return
         partial = self._create(stop - start + _END.size)
         if partial is None:
@@ -318,7 +302,7 @@ class RangeCache:
     @contextlib.contextmanager
     def _locked_usage(self) -> Iterator[int | None]:
         """Yields the locked count of bytes; None where another process does not give it up."""
-        fd = self._open_usage()
+        fd = os.open(self._usage, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _LONGEST_LOCK_SECONDS
         try:
             while True:
@@ -334,23 +318,6 @@ class RangeCache:
             fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may hold the file open
         finally:
             os.close(fd)
-
-    def _open_usage(self) -> int:
-        """Opens the count of bytes; what is not a file, or has another name too, is replaced."""
-        for _ in range(_ATTEMPTS):
-            try:
-                fd = os.open(self._usage, os.O_RDWR | os.O_CREAT | _AS_IT_IS, 0o600)
-            except OSError as error:
-                if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-                    raise
-            else:
-                status = os.fstat(fd)
-                if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
-                    return fd
-                os.close(fd)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._usage)
-        raise FileNotFoundError(errno.ENOENT, "No file stays one", self._usage)
 
     def _evict(self, size: int) -> int:
         """Removes the least recently used entries where `size` more bytes do not fit.
@@ -408,25 +375,6 @@ class RangeCache:
 
 def _hash(content: str) -> str:
     return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()
-
-
-def _refuse_shared(folder: str, status: os.stat_result, owners: Collection[int]) -> None:
-    """Raise for a folder in which others could put entries of their own."""
-    if not stat.S_ISDIR(status.st_mode):
-        found = "a link"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        found = f"mode {stat.S_IMODE(status.st_mode):o}"
-    elif status.st_uid not in owners:
-        found = f"user {status.st_uid} owns it"
-    else:
-        return
-    raise StorageError(
-        "others may write to the cache folder, so what it has may be forged",
-        file=folder,
-        expected="a folder that this user alone can write to",
-        found=found,
-        hint="Empty it and `chmod 700` it, or give `ReadOptions(cache=...)` a new folder.",
-    )
 
 
 def _counted(usage: int) -> int | None:

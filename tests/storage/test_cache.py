@@ -9,7 +9,6 @@ import hashlib
 import os
 import random
 import shutil
-import stat
 import threading
 import time
 import uuid
@@ -405,19 +404,9 @@ def _overstate(path, rng, folder):
     path.rename(path.with_name(f"{start}-{start + (1 << 62)}"))
 
 
-def _pipe(path, rng, folder):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _device(path, rng, folder):
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
 @pytest.mark.parametrize(
     "damage",
-    [_flip, _cut, _extend, _empty, _exchange, _delete, _misname, _overstate, _pipe, _device],
+    [_flip, _cut, _extend, _empty, _exchange, _delete, _misname, _overstate],
     ids=lambda d: d.__name__,
 )
 def test_damaged_entries_are_fetched_again(web, cache, damage):
@@ -617,105 +606,6 @@ def test_a_count_that_is_not_of_these_files(tmp_path, how, monkeypatch):
     assert MIB < kept_bytes(tmp_path) <= most
 
 
-@pytest.mark.parametrize("what", ["link", "dangling link", "hard link", "pipe", "socket"])
-def test_what_is_no_file_in_the_place_of_the_count_is_replaced(tmp_path, cache, what):
-    """As a file that is damaged is; another file that it leads to stays as it is."""
-    other = tmp_path / "other"
-    other.write_text("precious" * 40)
-    ranges = RangeCache(CacheFolder(str(cache), PLENTY))
-    usage = cache / "orbax_safetensors_layout.cache" / "usage"
-    data = memoryview(bytearray(64_000))
-    for begin in (lambda: ranges, lambda: RangeCache(CacheFolder(str(cache), PLENTY))):
-        usage.unlink()
-        if what == "hard link":
-            usage.hardlink_to(other)
-        elif what == "pipe":
-            os.mkfifo(usage)
-        elif what == "socket":
-            os.mknod(usage, stat.S_IFSOCK | 0o600)
-        else:
-            usage.symlink_to(tmp_path / "gone" if what == "dangling link" else other)
-        kept = begin()
-        content = f"{id(kept)}"
-        kept.keep(content, 0, [data])
-        assert kept.read_into(content, 0, [data]) == []
-        assert stat.S_ISREG(usage.lstat().st_mode)
-        assert usage.stat().st_nlink == 1
-    assert other.read_text() == "precious" * 40
-    assert not (tmp_path / "gone").exists()
-
-
-def test_a_count_that_gets_another_name_while_it_is_locked(tmp_path):
-    """As from a copy of the folder by hard links: the copy stays what it was."""
-    first, second = (RangeCache(CacheFolder(str(tmp_path), PLENTY)) for _ in range(2))
-    usage, copy = tmp_path / "orbax_safetensors_layout.cache" / "usage", tmp_path / "copy"
-    copy.hardlink_to(usage)
-    before, data = copy.read_bytes(), memoryview(bytearray(64_000))
-    for ranges in (first, second):
-        ranges.keep("content", 0, [data])
-        assert ranges.read_into("content", 0, [data]) == []
-    assert copy.read_bytes() == before
-    assert kept_bytes(tmp_path) == 4096 + -(-64_012 // 4096) * 4096
-
-
-def test_a_folder_in_the_place_of_the_count(web, cache, warnings_of):
-    usage = cache / "orbax_safetensors_layout.cache" / "usage"
-    usage.mkdir(parents=True)
-    cache.chmod(0o700)
-    usage.parent.chmod(0o700)
-    with pytest.raises(osl.StorageError, match="cannot write to the cache folder") as caught:
-        load(web, cache)
-    assert str(usage) in caught.value.found
-    assert "remove" in caught.value.hint
-    usage.rmdir()
-    ranges = RangeCache(CacheFolder(str(cache), PLENTY))
-    usage.unlink()
-    usage.mkdir()  # while it is in use
-    for n in range(2):
-        ranges.keep("content", n, [memoryview(bytearray(1))])
-    assert entries(cache) == []
-    assert len(warnings_of) == 1
-    assert str(usage) in warnings_of[0]
-
-
-@pytest.mark.parametrize("part", ["key", "stretch", "entry"])
-def test_nothing_is_reached_through_links_in_the_cache(tmp_path, part):
-    """A link is removed as what is damaged is; what it leads to is not of the cache."""
-    cache, data = tmp_path / "cache", memoryview(bytearray(b"x" * MIB))
-    RangeCache(CacheFolder(str(cache), PLENTY)).keep("content", 0, [data])
-    (entry,) = entries(cache)
-    linked = {"key": entry.parents[1], "stretch": entry.parent, "entry": entry}[part]
-    outside = tmp_path / "outside"
-    linked.rename(outside)
-
-    def state():
-        paths = sorted([outside, *outside.rglob("*")])
-        return [(path, path.stat().st_mtime_ns) for path in paths]
-
-    for path in [outside, *outside.rglob("*")]:
-        os.utime(path, (0, 0))
-    before = state()
-    for use in (
-        lambda ranges: ranges.read_into("content", 0, [data]),
-        lambda ranges: ranges.keep("content", 0, [data]),
-        lambda ranges: ranges.keep("content", MIB, [data]),
-        lambda ranges: ranges.forget("content"),
-        lambda ranges: ranges._evict(PLENTY),
-    ):
-        shutil.rmtree(linked, ignore_errors=True)
-        linked.unlink(missing_ok=True)
-        linked.parent.mkdir(parents=True, exist_ok=True)
-        linked.symlink_to(outside)
-        ranges = RangeCache(CacheFolder(str(cache), PLENTY))
-        use(ranges)
-        assert state() == before
-        assert ranges.read_into("content", 0, [data]) in ([], [(0, MIB)])
-        ranges.keep("content", 0, [data])
-        assert ranges.read_into("content", 0, [data]) == []
-        assert not linked.is_symlink()
-        assert state() == before
-
-
 def test_a_bound_below_one_block_keeps_nothing(web, cache):
     for most in (1, 4096):
         assert_same(load(web, cache, cache_bytes=most), TENSORS)
@@ -797,71 +687,6 @@ def test_a_folder_that_cannot_be_written_to(web, tmp_path):
             load(web, tmp_path / place)
         assert caught.value.file == str(tmp_path / place)
         assert "ReadOptions(cache=" in caught.value.hint
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o757])
-def test_a_folder_that_others_can_write_to(web, cache, mode, inside):
-    load(web, cache)
-    folder = cache / "orbax_safetensors_layout.cache" if inside else cache
-    folder.chmod(mode)
-    with pytest.raises(osl.StorageError, match="others") as caught:
-        load(web, cache)
-    assert caught.value.file == str(folder)
-    assert "chmod 700" in caught.value.hint
-    folder.chmod(0o755)
-    web.fetched()
-    assert_same(load(web, cache), TENSORS)
-    assert web.fetched() == []
-
-
-def test_a_folder_of_somebody_else(web, cache, monkeypatch):
-    load(web, cache)
-    owner = cache.stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(osl.StorageError, match=r"others may write.* owns it"):
-        load(web, cache)
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner", "is_taken"),
-    [("mine", "mine", True), (0, "mine", True), (12345, "mine", False), ("mine", 0, False)],
-)
-def test_a_folder_is_this_user_s_and_those_above_it_the_administrator_s(
-    cache, monkeypatch, outer, inner, is_taken
-):
-    RangeCache(CacheFolder(str(cache), PLENTY))
-    owners = {str(cache): outer, str(cache / "orbax_safetensors_layout.cache"): inner}
-
-    def owned_by_others(look):
-        def looked(path, *args, **kwargs):
-            status = look(path, *args, **kwargs)
-            owner = owners.get(path, "mine")
-            owner = 54321 if owner == "mine" else owner
-            return os.stat_result([*status[:4], owner, *status[5:10]])
-
-        return looked
-
-    monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    monkeypatch.setattr(os, "stat", owned_by_others(os.stat))
-    monkeypatch.setattr(os, "lstat", owned_by_others(os.lstat))
-    with (
-        contextlib.nullcontext()
-        if is_taken
-        else pytest.raises(osl.StorageError, match=r"user \d+ owns it")
-    ):
-        RangeCache(CacheFolder(str(cache), PLENTY))
-
-
-def test_a_link_in_the_place_of_the_cache(web, cache, tmp_path):
-    (tmp_path / "others").mkdir(mode=0o700)
-    (tmp_path / "others" / "file").write_text("")
-    cache.mkdir(mode=0o700)
-    (cache / "orbax_safetensors_layout.cache").symlink_to(tmp_path / "others")
-    with pytest.raises(osl.StorageError, match=r"found: a link") as caught:
-        load(web, cache, cache_bytes=1)
-    assert caught.value.file == str(cache / "orbax_safetensors_layout.cache")
-    assert os.listdir(tmp_path / "others") == ["file"]
 
 
 def test_files_that_are_not_of_the_cache_stay(cache):
