@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 from collections.abc import Iterator
 
@@ -53,23 +52,10 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            freezes = freezes and _users > 0  # a forked child has none
             _users -= freezes
             if freezes and not _users:
                 gc.callbacks.remove(_freeze_survivors)
                 gc.unfreeze()
-
-
-def _forget() -> None:
-    """Ends the blocks of a process in its forked child, where nobody leaves them."""
-    global _lock, _users
-    _lock, _users = threading.Lock(), 0
-    if _freeze_survivors in gc.callbacks:
-        gc.callbacks.remove(_freeze_survivors)
-        gc.unfreeze()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 def _freeze_survivors(phase: str, info: dict[str, int]) -> None:

@@ -230,14 +230,7 @@ class Pages:
         self._left_bytes = self._stretch_bytes
 
 
-def _begin_anew() -> None:
-    """Gives a forked child pages of its own: nobody would release the lock of the parent's."""
-    global _pages
-    _pages = Pages()
-
-
 _pages = Pages()
-os.register_at_fork(after_in_child=_begin_anew)
 _thread = threading.local()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import weakref
 
 import pytest
@@ -28,19 +26,6 @@ def test_a_load_freezes_what_exists():
             pass
         assert gc.get_freeze_count() > FEW, "the outer load goes on"
     assert gc.get_freeze_count() < FEW
-
-
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX
-def test_a_forked_child_takes_no_part_in_what_the_parent_began():
-    with frozen_heap():
-        child = os.fork()
-        if not child:
-            signal.alarm(20)
-            is_thawed = gc.get_freeze_count() < FEW
-            with frozen_heap():
-                pass
-            os._exit(0 if is_thawed and gc.get_freeze_count() < FEW else 1)
-        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_failed_load_thaws():

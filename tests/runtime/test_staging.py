@@ -2,7 +2,6 @@
 
 import collections
 import gc
-import os
 import signal
 import sys
 import threading
@@ -40,17 +39,6 @@ def test_memory_comes_back_on_any_thread_while_more_is_taken():
         worker.join()
         sys.setswitchinterval(interval)
     assert not wrong
-
-
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX
-def test_a_forked_child_maps_memory_while_a_thread_of_the_parent_does():
-    with memory._pages._lock:  # as by another thread of the parent
-        child = os.fork()
-        if not child:
-            signal.alarm(20)
-            memory.allocate(4 << 20)[:] = 1
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 LARGE = 16 << 20
