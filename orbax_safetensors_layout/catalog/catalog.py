@@ -281,8 +281,8 @@ class Catalog:
 
     def _entries(self, names: Sequence[str]) -> dict[str, TensorEntry] | None:
         """Return the entries of tensors, None where one is not in the file that is known for it."""
-        stored = [self.other_names.get(name, name) for name in names]
-        files = [self._file_of.get(name) for name in stored]
+        stored = [*map(self.other_names.get, names, names)]
+        files = [*map(self._file_of.get, stored)]
         headers = self._headers.fetch(sorted({file for file in files if file is not None}))
         self._refuse_parts(headers)
         entries = {

@@ -141,9 +141,9 @@ class _HeaderParser:
         if type(code) is not str:
             schema.raise_error("malformed dtype", "a string", short_repr(code), name)
         dtype = DTYPES.get(code) or dtype_from_code(code, file=schema.file, tensor=name)
-        shape = self._sizes(name, "shape", value["shape"])
-        offsets = self._sizes(name, "data_offsets", value["data_offsets"])
-        if len(offsets) != 2:
+        shape = self._shape(name, value["shape"])
+        offsets = value["data_offsets"]
+        if type(offsets) is not list or [*map(type, offsets)] != [int, int] or offsets[0] < 0:
             expected = "two integers, begin and end"
             schema.raise_error("malformed data_offsets", expected, short_repr(offsets), name)
         begin, end = offsets
@@ -163,7 +163,7 @@ class _HeaderParser:
         shared = self._shapes.setdefault(key, key)
         return TensorEntry(name, dtype, shared, schema.file, data_start + begin, data_start + end)
 
-    def _sizes(self, name: str, field: str, items: object) -> list[int]:
+    def _shape(self, name: str, items: object) -> list[int]:
         """Return `items` if it is a list of integers that are not negative."""
         if type(items) is list:
             for item in items:
@@ -172,7 +172,7 @@ class _HeaderParser:
             else:
                 return items
         expected = "a list of integers that are not negative"
-        self._schema.raise_error(f"malformed {field}", expected, short_repr(items), name)
+        self._schema.raise_error("malformed shape", expected, short_repr(items), name)
 
     def _misplaced(self, file_size: int) -> Iterator[FormatError]:
         """Yields errors where the tensors do not cover the data; gaps only if none was left out."""
@@ -186,7 +186,8 @@ class _HeaderParser:
                     f"{entry.start - self._data_start}",
                     entry.name,
                 )
-            position = max(position, entry.stop)
+            if entry.stop > position:
+                position = entry.stop
         if position > file_size:
             cut = next(entry.name for entry in self._tensors if entry.stop > file_size)
             schema = Schema(self._schema.file, TruncatedFileError)

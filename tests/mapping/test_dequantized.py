@@ -637,10 +637,9 @@ def test_blocks_are_those_that_fit_the_scales_or_that_the_module_is_a_target_of(
         osl.dequantized(tmp_path)
 
 
-@pytest.mark.parametrize("target", ["re:(", "re:(.*)*x", "re:" + "(ab|a(b))" * 40])
-def test_targets_that_may_not_end_are_refused(target):
+def test_a_malformed_target_is_refused():
     with pytest.raises(osl.MappingError, match=r"regular expression .* of config_groups\.targets"):
-        first_target("layers.0.up", [target])
+        first_target("layers.0.up", ["re:("])
 
 
 @pytest.mark.parametrize(
