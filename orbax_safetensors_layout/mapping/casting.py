@@ -7,7 +7,7 @@ What may be codes of quantised values becomes floats only where a mapping says `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -206,6 +206,36 @@ class AskedCast(NamedTuple):
     with_parts: bool = False  # whether what is beside the tensor is taken, too, as to decode it
 
 
+class Companions:
+    """Names by the modules and tensors that they may go with.
+
+    A tensor goes with another where its name has that one's, or its module's, in it: with `up.w` go
+    `up.w.scale`, `up.w_scale`, `up.bias`, `up_scale`, `up.quant.scale` and `scales.up.w`.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = names
+        self._texts: list[tuple[str, str]] | None = None
+        self._found: dict[str, list[str]] = {}  # by what is in names
+
+    def of(self, name: str) -> Iterator[str]:
+        """Yields the other names that go with a tensor, perhaps more than once."""
+        for stem in filter(None, (name, name.rpartition(".")[0])):
+            yield from (other for other in self._with(stem) if other != name)
+
+    def _with(self, stem: str) -> list[str]:
+        if self._texts is None:
+            self._texts = [(_dotted(name), name) for name in self._names]
+        if stem not in self._found:
+            text = _dotted(stem)
+            self._found[stem] = [name for dotted, name in self._texts if text in dotted]
+        return self._found[stem]
+
+
+def _dotted(name: str) -> str:
+    return f".{name.replace('_', '.')}."
+
+
 def refuse_casts_of_codes(
     casts: Iterable[AskedCast],
     names: Iterable[str],
@@ -215,10 +245,9 @@ def refuse_casts_of_codes(
 ) -> None:
     """Refuses to make floats of what may be codes, whose values follow from a scale or the like.
 
-    These are numbers of 8 bits and fewer, whatever is beside them; matrices of wider integers in a
-    module that has floats or bytes, as packed words are (not elements of lists, nor leaves of no
-    module unless names speak of it); and bytes in the guise of floats, which have parts
-    (`up.weight` beside `up.weight.absmax`).
+    These are numbers of 8 bits and fewer, whatever is beside them; matrices of wider integers that
+    floats or bytes go with, as packed words are (not elements of lists); and bytes in the guise of
+    floats, which have parts (`up.weight` beside `up.weight.absmax`).
 
     Args:
         casts: What is asked for.
@@ -230,12 +259,14 @@ def refuse_casts_of_codes(
     Raises:
         DtypeMismatchError: One of the casts may be of codes.
     """
-    modules: dict[str, list[str]] = {}
+    names = list(names)
+    companions = Companions(names)
+    modules: set[str] = set()
 
-    def members(module: str) -> list[str]:
-        for name in () if modules else names:
-            modules.setdefault(name.rpartition(".")[0], []).append(name)
-        return modules.get(module, [])
+    def has_parts(name: str) -> bool:
+        if not modules:
+            modules.update(name.rpartition(".")[0] for name in names)
+        return name in modules
 
     def may_be_codes(cast: AskedCast) -> bool:
         if not is_floating(cast.dtype) or cast.dtype == cast.source or cast.source.kind in "bc":
@@ -244,13 +275,15 @@ def refuse_casts_of_codes(
             return cast.dtype.itemsize > 1 or is_integer(cast.source)
         if is_integer(cast.source):
             module, _, last = cast.name.rpartition(".")
-            beside = [name for name in members(module) if name != cast.name]
-            if not module:  # of a tree's own leaves those whose names speak of it
-                spoken = "".join(filter(_OF_CODES.search, [last, *beside]))
-                beside = beside if spoken else []
-            dtypes = () if last.isdecimal() or len(cast.shape) < 2 else map(dtype_of, beside)
+            if last.isdecimal() or len(cast.shape) < 2:
+                return False
+            beside = [*companions.of(cast.name)]
+            if not module:  # and of a tree's own leaves all, where their names speak of it
+                own = [name for name in names if "." not in name and name != cast.name]
+                beside += own if any(map(_OF_CODES.search, [last, *own])) else []
+            dtypes = map(dtype_of, beside)
             return any(is_floating(of) or (of.itemsize == 1 and of.kind != "b") for of in dtypes)
-        return not cast.with_parts and bool(members(cast.name))
+        return not cast.with_parts and has_parts(cast.name)
 
     codes = [cast for cast in casts if may_be_codes(cast)]
     if codes:

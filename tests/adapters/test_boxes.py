@@ -55,7 +55,8 @@ class Pair:
 class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(8, 4, rngs=rngs)
-        self.blocks = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+        blocks = [nnx.Linear(4, 4, rngs=rngs) for _ in range(2)]
+        self.blocks = nnx.List(blocks) if hasattr(nnx, "List") else blocks
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
 

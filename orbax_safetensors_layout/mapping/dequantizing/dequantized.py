@@ -26,6 +26,7 @@ from orbax_safetensors_layout.options import is_floating
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.storage import join, read_range
 
+from ..casting import Companions
 from ..expr.expression import Expr, tensor
 from ..expr.values import as_dtype
 from ..families.config import QUANTIZATION_KEYS, folder_of, parse_config, read_config
@@ -55,7 +56,7 @@ _WORDS = re.compile(r"qweight$|_(blocks|packed)$")
 _DECODED_METHODS = re.compile(
     r"compressed-tensors|fp8|fbgemm_fp8|gptq|awq|(intel/)?auto-round|bitsandbytes|modelopt\w*|mxfp4"
 )
-_OF_QUANTIZATION = re.compile(r"quantiz(ation|ed?)(_|$)")
+_OF_QUANTIZATION = re.compile(r"quant(?!izer|ile)")
 _WIDE_DTYPE = re.compile(r"(torch\.)?(b?float(16|32)|[bf]f?p?(16|32)|auto)")
 _OTHER_FORMATS = {  # that are not decoded, by the last part of a tensor's name
     "comfy_quant": "ComfyUI",
@@ -347,7 +348,7 @@ def _other_format(catalog: Catalog, entries: Dict[str, TensorEntry]) -> str | No
     if isinstance(expert, str) and not _WIDE_DTYPE.fullmatch(expert):
         return f"DeepSeek-V4 ('expert_dtype' {short_repr(expert)} in {CONFIG})"
     for key, value in said.items():
-        if _OF_QUANTIZATION.match(key) and value and key not in QUANTIZATION_KEYS:
+        if _OF_QUANTIZATION.search(key) and value and key not in QUANTIZATION_KEYS:
             return f"another writer ({key!r} in {CONFIG})"
     return None
 
@@ -375,21 +376,22 @@ def _check_accounted(names: Iterable[str], checkpoint: FoundWeights) -> None:
     entries, weights, _, settings = checkpoint
     # By what the names of a weight's module, or of its parts, begin with.
     owners = {p.removesuffix("weight") if _is_weight(p) else f"{p}.": p for p in weights}
-    members: dict[str, set[str]] = {}  # of modules, what may be scales
-    for name, entry in entries.items():
-        of = members.setdefault(name.rpartition(".")[0], set())
-        if entry.dtype.code != "BOOL" and (entry.dtype.bits <= 8 or entry.dtype.code[0] in "BF"):
-            of.add(name)
+    modules = {name.rpartition(".")[0] for name in entries}
+    companions = Companions(
+        name
+        for name, entry in entries.items()
+        if entry.dtype.code != "BOOL" and (entry.dtype.bits <= 8 or entry.dtype.code[0] in "BF")
+    )
     for name in names:
-        entry, (module, _, last) = entries[name], name.rpartition(".")
+        entry, last = entries[name], name.rpartition(".")[2]
         owner = _owner(name, owners, weights)
         if owner is not None and not (last.endswith("bias") and not _may_be_codes(entry)):
             problem = f"no known scheme has {name!r} in {entry.dtype.code} beside it"
         elif _OF_WEIGHTS.search(name):
             problem = f"no known scheme has {name!r}"
-        elif _are_codes(entry, settings, bool(members[module] - {name}), bool(weights)):
+        elif _are_codes(entry, settings, companions, bool(weights)):
             problem = f"no known scheme has {name!r} in {entry.dtype.code}"
-        elif name in members and not _may_be_codes(entry):  # bytes in the guise of floats
+        elif name in modules and not _may_be_codes(entry):  # bytes in the guise of floats
             problem = f"no known scheme has {name!r} in {entry.dtype.code} with parts of its own"
         else:
             continue
@@ -412,9 +414,9 @@ def _owner(name: str, owners: Dict[str, str], weights: Container[str]) -> str | 
 
 
 def _are_codes(
-    entry: TensorEntry, settings: QuantizationSettings, has_scales: bool, has_weights: bool
+    entry: TensorEntry, settings: QuantizationSettings, scales: Companions, has_weights: bool
 ) -> bool:
-    """Whether a tensor is taken for codes; what may be scales is in its module, or is not."""
+    """Whether a tensor is taken for codes; `scales` has what may be such."""
     if not _may_be_codes(entry):
         return False
     last, is_matrix = entry.name.rpartition(".")[2], len(entry.shape) > 1
@@ -425,7 +427,9 @@ def _are_codes(
         return True
     if entry.dtype.bits <= 8:
         return last.startswith("weight") or (is_matrix and not last.endswith(("bias", "mask")))
-    return bool(_WORDS.search(last)) or (is_matrix and (has_scales or is_configured))
+    return bool(_WORDS.search(last)) or (
+        is_matrix and (is_configured or any(scales.of(entry.name)))
+    )
 
 
 def _is_weight(plain: str) -> bool:
