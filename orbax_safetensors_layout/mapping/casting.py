@@ -206,7 +206,7 @@ class AskedCast(NamedTuple):
     with_parts: bool = False  # whether what is beside the tensor is taken, too, as to decode it
 
 
-class Companions:
+class RelatedNames:
     """Names by the modules and tensors that they may go with.
 
     A tensor goes with another where its name has that one's, or its module's, in it: with `up.w` go
@@ -260,7 +260,7 @@ def refuse_casts_of_codes(
         DtypeMismatchError: One of the casts may be of codes.
     """
     names = list(names)
-    companions = Companions(names)
+    related = RelatedNames(names)
     modules: set[str] = set()
 
     def has_parts(name: str) -> bool:
@@ -277,7 +277,7 @@ def refuse_casts_of_codes(
             module, _, last = cast.name.rpartition(".")
             if last.isdecimal() or len(cast.shape) < 2:
                 return False
-            beside = [*companions.of(cast.name)]
+            beside = [*related.of(cast.name)]
             if not module:  # and of a tree's own leaves all, where their names speak of it
                 own = [name for name in names if "." not in name and name != cast.name]
                 beside += own if any(map(_OF_CODES.search, [last, *own])) else []

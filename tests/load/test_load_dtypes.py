@@ -6,7 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import assert_same_bits
+from checkpoints import assert_same_bits, save
 from every_dtype import SHAPE, decode, sample, write
 from hypothesis import HealthCheck, given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -263,3 +263,29 @@ def test_integers_without_floats_beside_them_are_cast_as_by_orbax(tmp_path):
     tree = {name: jax.ShapeDtypeStruct(t.shape, ml_dtypes.bfloat16) for name, t in tensors.items()}
     for name, loaded in osl.load(tmp_path / "in", tree).items():
         assert_same_bits(loaded, tensors[name].astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("code", [np.int16, np.uint16, np.int32, np.uint32])
+@pytest.mark.parametrize(
+    ("words", "scale"),
+    [
+        ("l.w", "l.w.absmax"),
+        ("l.weight", "l.weight.scales.0"),
+        ("l.weight", "l_scale"),
+        ("l.weight", "l.quant.scale"),
+        ("l.weight", "scales.l.weight"),
+        ("W", "W.scale"),
+        ("l.experts.0.w", "l.experts.0_scale"),
+    ],
+)
+def test_words_are_not_cast_whatever_their_scale_is_called(tmp_path, code, words, scale):
+    tensors = {words: np.ones((8, 8), code), scale: np.ones(8, np.float32), "other": np.ones(3)}
+    path = save(tmp_path / "model", tensors)
+    asked = {words: jax.ShapeDtypeStruct((8, 8), jax.numpy.bfloat16)}
+    with pytest.raises(osl.DtypeMismatchError, match="may be codes"):
+        osl.load(path, asked)
+    with pytest.raises(osl.MappingError, match="no known scheme has"):
+        osl.dequantized(path)
+    assert_same_bits(osl.load(path)[words], tensors[words])
+    alone = save(tmp_path / "alone", {words: tensors[words], "other": tensors["other"]})
+    assert osl.load(alone, asked)[words].dtype == jax.numpy.bfloat16

@@ -26,7 +26,7 @@ from orbax_safetensors_layout.options import is_floating
 from orbax_safetensors_layout.runtime import frozen_heap
 from orbax_safetensors_layout.storage import join, read_range
 
-from ..casting import Companions
+from ..casting import RelatedNames
 from ..expr.expression import Expr, tensor
 from ..expr.values import as_dtype
 from ..families.config import QUANTIZATION_KEYS, folder_of, parse_config, read_config
@@ -377,7 +377,7 @@ def _check_accounted(names: Iterable[str], checkpoint: FoundWeights) -> None:
     # By what the names of a weight's module, or of its parts, begin with.
     owners = {p.removesuffix("weight") if _is_weight(p) else f"{p}.": p for p in weights}
     modules = {name.rpartition(".")[0] for name in entries}
-    companions = Companions(
+    related = RelatedNames(
         name
         for name, entry in entries.items()
         if entry.dtype.code != "BOOL" and (entry.dtype.bits <= 8 or entry.dtype.code[0] in "BF")
@@ -389,7 +389,7 @@ def _check_accounted(names: Iterable[str], checkpoint: FoundWeights) -> None:
             problem = f"no known scheme has {name!r} in {entry.dtype.code} beside it"
         elif _OF_WEIGHTS.search(name):
             problem = f"no known scheme has {name!r}"
-        elif _are_codes(entry, settings, companions, bool(weights)):
+        elif _are_codes(entry, settings, related, bool(weights)):
             problem = f"no known scheme has {name!r} in {entry.dtype.code}"
         elif name in modules and not _may_be_codes(entry):  # bytes in the guise of floats
             problem = f"no known scheme has {name!r} in {entry.dtype.code} with parts of its own"
@@ -414,7 +414,7 @@ def _owner(name: str, owners: Dict[str, str], weights: Container[str]) -> str | 
 
 
 def _are_codes(
-    entry: TensorEntry, settings: QuantizationSettings, scales: Companions, has_weights: bool
+    entry: TensorEntry, settings: QuantizationSettings, scales: RelatedNames, has_weights: bool
 ) -> bool:
     """Whether a tensor is taken for codes; `scales` has what may be such."""
     if not _may_be_codes(entry):
