@@ -269,7 +269,7 @@ def refuse_casts_of_codes(
         return name in modules
 
     def may_be_codes(cast: AskedCast) -> bool:
-        if not is_floating(cast.dtype) or cast.dtype == cast.source or cast.source.kind in "bc":
+        if is_whole(cast.dtype) or cast.dtype == cast.source or cast.source.kind in "bc":
             return False
         if cast.source.itemsize == 1:
             return cast.dtype.itemsize > 1 or is_integer(cast.source)

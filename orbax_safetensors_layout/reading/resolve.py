@@ -188,7 +188,7 @@ def source_leaves(
 def _refuse_casts_of_codes(catalog: Catalog, leaves: Sequence[SourcedLeaf]) -> None:
     def casts() -> Iterator[AskedCast]:
         for abstract, _, source in leaves:
-            if abstract.dtype in (None, source.dtype):
+            if abstract.dtype is None or abstract.dtype == source.dtype:
                 continue
             names = source.tensor_names()
             for name, entry in catalog.entries(names).items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -67,11 +69,15 @@ def assert_same_values(array, expected, where=True):
 @pytest.mark.parametrize("source", every(2, [*FLOATS, *INTEGERS]))
 def test_casts_to_floats_have_the_values_of_numpy(source):
     values = every_value(dtype_of(source))
-    targets = [name for name in FLOATS if name != source]
-    rules = [rule(name, tensor("x").cast(name)) for name in targets]
-    results = Mapping(rules).apply({"x": jnp.asarray(values)})
-    for name in targets:
-        assert_same_values(results[name], rounded(values, dtype_of(name)))
+    for name in FLOATS:
+        if name == source:
+            continue
+        expected = rounded(values, dtype_of(name))
+        if jax.__version_info__ < (0, 8):  # which may refuse them
+            with contextlib.suppress(MappingError):
+                assert_same_values(applied(tensor("x").cast(name), values), expected)
+        else:
+            assert_same_values(applied(tensor("x").cast(name), values), expected)
 
 
 @pytest.mark.parametrize("source", every(2, [*FLOATS, *INTEGERS]))

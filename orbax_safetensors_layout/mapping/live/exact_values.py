@@ -17,7 +17,7 @@ from jax import lax
 
 from orbax_safetensors_layout.format import NARROW_INTEGERS
 
-from ..casting import cast_problem, held, is_integer, is_whole, whole_range
+from ..casting import cast_problem, held, is_integer, is_whole, rounded, whole_range
 from ..expr.values import Add, Scale
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
@@ -56,8 +56,35 @@ def of_bits(bits: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     return lax.bitcast_convert_type(bits, dtype) if has_bits(dtype) else bits
 
 
+@functools.cache
+def _casts_exactly(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Whether JAX casts to a float of 8 bits as numpy does, by trying: old releases round twice."""
+    with jax.ensure_compile_time_eval():
+        compute = jax.jit(lambda x: x.astype(dtype), compiler_options=COMPILER_OPTIONS)
+        values = _samples(source)
+        result, expected = np.asarray(compute(jnp.asarray(values))), rounded(values, dtype)
+    are_nan = np.isnan(result.astype(np.float32)) & np.isnan(expected.astype(np.float32))
+    return bool((are_nan | (result.view(np.uint8) == expected.view(np.uint8))).all())
+
+
+def _samples(dtype: np.dtype[Any]) -> np.ndarray:
+    """Return all values of a dtype of up to 16 bits; of a wider one such as are hard to round."""
+    if dtype.kind == "b" or dtype.name in NARROW_INTEGERS:
+        low, high = whole_range(dtype)
+        return np.arange(low, high + 1, dtype=np.int8).astype(dtype)
+    if dtype.itemsize <= 2:
+        return np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
+    if is_integer(dtype):
+        return np.arange(1 << 15).astype(dtype)
+    beside_ties = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    bits = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16 | beside_ties
+    return bits.reshape(-1).view(np.float32).astype(dtype)
+
+
 def cast_refusal(source: np.dtype[Any], dtype: np.dtype[Any]) -> str | None:
     """Return why a cast is not computed on live arrays; None if it is."""
+    if not is_whole(dtype) and dtype.itemsize == 1 and not _casts_exactly(source, dtype):
+        return f"has no exact cast to {dtype.name} with jax {jax.__version__}: install a newer one"
     if any(side.name.startswith("float6") for side in (source, dtype)):
         return f"has no cast between {source.name} and {dtype.name}"
     return cast_problem(source, dtype)
