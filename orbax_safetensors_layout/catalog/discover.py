@@ -53,6 +53,7 @@ from .folder_names import (
 )
 
 ORBAX_ITEM = "_METADATA"  # the file that every tree has which Orbax saved
+_ARRAY_ALONE = "checkpoint"  # the folder of the one array that `ocp.args.ArraySave` saves
 _ORBAX_STEP = ("_CHECKPOINT_METADATA", "orbax.checkpoint")  # the files that its steps have
 _USUAL_ITEMS = ("default", "state")  # opened where a step has several: those of Orbax v0 and v1
 _STEP = re.compile(r"(?:.*[^0-9])?0*([0-9]+)")  # folders of steps, as `step_0007` is
@@ -235,7 +236,13 @@ def _folders(storage: Storage, path: str) -> list[str]:
 def _tree(storage: Storage, folder: str, item: str | None = None) -> CheckpointRef | None:
     """Return the tree whose files are directly in a folder."""
     names = visible_names(storage, folder)
-    return CheckpointRef(folder, _is_orbax(names), item) if _is_tree(names) else None
+    if not _is_tree(names):
+        return None
+    if is_orbax := _is_orbax(names):
+        folders = {*storage.folders(folder)}
+        if _ARRAY_ALONE in folders and folders <= {_ARRAY_ALONE, "array_metadatas"}:
+            return None
+    return CheckpointRef(folder, is_orbax, item)
 
 
 def _items(storage: Storage, folder: str) -> StepItems:

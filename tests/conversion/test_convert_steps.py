@@ -236,3 +236,16 @@ def test_the_command_line_takes_steps_and_items_everywhere(runs, tmp_path, capsy
         str(tmp_path / "to" / "30" / "params"),
     ]
     assert main(["verify", run, *alone]) == 0
+
+
+def test_an_array_that_is_an_item_is_copied(tmp_path):
+    tree, array = {"w": np.ones(3, np.float32)}, np.arange(3)
+    items = ocp.args.Composite(state=ocp.args.StandardSave(tree), key=ocp.args.ArraySave(array))
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=items)
+    osl.convert(tmp_path / "run", tmp_path / "to", step=1, format="orbax")
+    asked = ocp.args.Composite(state=ocp.args.StandardRestore(), key=ocp.args.ArrayRestore())
+    with ocp.CheckpointManager(tmp_path / "to") as manager:
+        restored = manager.restore(1, args=asked)
+    assert_same_bits(np.asarray(restored["state"]["w"]), tree["w"])
+    np.testing.assert_array_equal(restored["key"], array)
