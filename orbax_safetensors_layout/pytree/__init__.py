@@ -13,5 +13,5 @@ from .abstract import (
     leaf_shapes,
     named_leaves,
 )
-from .keys import dotted_name, dotted_names, is_attribute_value, nested_dicts, unboxed_names
+from .keys import dotted_name, is_attribute_value, nested_dicts, unboxed_names
 from .treedef import ValueBox, decode_treedef, encode_treedef

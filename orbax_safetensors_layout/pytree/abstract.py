@@ -16,7 +16,7 @@ from orbax_safetensors_layout.errors import DtypeMismatchError
 from orbax_safetensors_layout.sharding import Placement, is_abstract
 
 from . import prng
-from .keys import dotted_name, dotted_names, nested_dicts, unboxed_names
+from .keys import dotted_name, nested_dicts, unboxed_names
 
 abstract_array: Any = jax.ShapeDtypeStruct  # untyped in some releases of jax
 
@@ -111,7 +111,7 @@ def abstract_dicts(specs: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str
 def named_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Return the leaves of a tree with their names, as loading names them, and its treedef."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = dotted_names([path for path, _ in pairs])
+    names = unboxed_names([path for path, _ in pairs])
     return [(name, leaf) for name, (_, leaf) in zip(names, pairs, strict=True)], treedef
 
 

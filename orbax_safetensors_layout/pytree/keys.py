@@ -65,8 +65,3 @@ def unboxed_names(paths: Sequence[Sequence[Any]], *, dicts: bool = False) -> lis
         else dotted_name(path)
         for path in paths
     ]
-
-
-def dotted_names(paths: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the dotted names of a tree's leaves, as they are saved."""
-    return unboxed_names(paths)

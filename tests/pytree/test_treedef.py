@@ -37,8 +37,8 @@ from orbax_safetensors_layout.format import (
 from orbax_safetensors_layout.pytree import (
     decode_treedef,
     dotted_name,
-    dotted_names,
     encode_treedef,
+    unboxed_names,
 )
 
 
@@ -199,7 +199,7 @@ def test_leaves_come_in_jax_order_under_jax_names(tree: Any) -> None:
     node = on_file(encode_treedef(tree, leaf)) if _is_text(tree) else encode_treedef(tree, leaf)
     expected, _ = jax.tree_util.tree_flatten_with_path(tree)
     assert len(seen) == len(expected)
-    unboxed = dotted_names([path for path, _ in expected])
+    unboxed = unboxed_names([path for path, _ in expected])
     for (name, value), (path, original), other in zip(seen, expected, unboxed, strict=True):
         assert value is original
         assert name in (dotted_name(path), other)
@@ -233,7 +233,7 @@ def test_boxes_have_the_name_that_loading_looks_for() -> None:
     assert [leaf.tensor for leaf in leaves(node)] == names
     assert [name for name, _ in leaf_names(node)] == names
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    assert dotted_names(paths) == names
+    assert unboxed_names(paths) == names
 
 
 def test_a_box_becomes_what_orbax_makes_of_it() -> None:
